@@ -1,6 +1,6 @@
 """Exercises for the cold start: rows that train the skills of trajectories, many examples per row.
 
-A trajectory has one verdict and two or three names among a hundred tokens, too few to learn copying or comparing
+A trajectory has one conclude and two or three names among a hundred tokens, too few to learn copying or comparing
 within a cold start.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, YEARS, fact_sentence
 from psearch_jax.closed_world.names import draw_names
-from psearch_jax.closed_world.scripted import compare, running_least
+from psearch_jax.closed_world.scripted import compare, find_least
 from psearch_jax.data.transcripts import Row
 
 Encode = Callable[[str], list[int]]
@@ -29,7 +29,7 @@ def copying(rng: np.random.Generator, encode: Encode) -> Row:
     items = [item + _MARKS[rng.integers(len(_MARKS))] for item in items]
     parts: list[tuple[str, bool | int]] = [("".join(items), False), ("".join(items), True)]
     parts += [(items[i], 1) for i in rng.integers(len(items), size=6)]
-    return _written(parts, encode)
+    return _encode_parts(parts, encode)
 
 
 _MARKS = ("", " ;", ",", " and", " is", ".\n", " vs", " ##")
@@ -51,7 +51,7 @@ def looking_up(rng: np.random.Generator, encode: Encode) -> Row:
         attribute, subject, value = facts[i]
         asked = (f" {attribute} of {subject} found", f" {value}", " ;")
         parts += [(asked[0], False), (asked[1], True), (asked[2], False)]
-    return _written(parts, encode)
+    return _encode_parts(parts, encode)
 
 
 def judging(rng: np.random.Generator, encode: Encode) -> Row:
@@ -60,7 +60,7 @@ def judging(rng: np.random.Generator, encode: Encode) -> Row:
     for _ in range(3):
         names = draw_names(rng, 2 + int(rng.integers(3)), "known")
         dated = [(name, _year(rng)) for name in names]
-        text = running_least(dated)
+        text = find_least(dated)
         for i, piece in enumerate(text.split(" ; ")):
             before, least, after = piece.partition(" least")
             parts += [(f"{' ;' if i else ''} {before}{least}", False), (after, True)]
@@ -73,14 +73,14 @@ def judging(rng: np.random.Generator, encode: Encode) -> Row:
         parts += [(f" {value} {' '.join(asked)}", False), (f" {said}", True), (".\n", False)]
     places = [i for i, (text, _) in enumerate(parts) if text == ".\n"]
     blocks = [parts[start + 1 : end + 1] for start, end in zip([-1, *places[:-1]], places, strict=True)]
-    return _written([part for i in rng.permutation(len(blocks)) for part in blocks[i]], encode)
+    return _encode_parts([part for i in rng.permutation(len(blocks)) for part in blocks[i]], encode)
 
 
 def _year(rng: np.random.Generator) -> str:
     return str(YEARS[rng.integers(len(YEARS))])
 
 
-def _written(parts: Sequence[tuple[str, bool | int]], encode: Encode) -> Row:
+def _encode_parts(parts: Sequence[tuple[str, bool | int]], encode: Encode) -> Row:
     """Token ids and loss mask of (text, taught) parts. A number n for `taught`: the loss skips the first n tokens."""
     ids: list[int] = []
     mask: list[bool] = []

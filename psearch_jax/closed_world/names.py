@@ -19,13 +19,13 @@ _OPEN = [consonant + vowel for consonant in _CONSONANTS for vowel in _VOWELS]
 _CLOSED = [syllable + ending for syllable in _OPEN for ending in _ENDINGS]
 
 
-def _some(syllables: Sequence[str], count: int, key: int) -> tuple[str, ...]:
+def _draw_syllables(syllables: Sequence[str], count: int, key: int) -> tuple[str, ...]:
     return tuple(syllables[i] for i in np.random.default_rng([key, 0x15]).permutation(len(syllables))[:count])
 
 
 HEADS = tuple(syllable.capitalize() for syllable in _OPEN)
-MIDDLES = _some(_OPEN, 60, 1)
-TAILS = _some(_CLOSED, 80, 2)
+MIDDLES = _draw_syllables(_OPEN, 60, 1)
+TAILS = _draw_syllables(_CLOSED, 80, 2)
 SYLLABLES = (HEADS, MIDDLES, TAILS)
 # A name's class is the sum of its syllables' indices modulo 4; the last class is new.
 _CLASSES = 4
@@ -58,7 +58,7 @@ def draw_names(rng: np.random.Generator, count: int, which: Names, taken: Collec
     return list(drawn)
 
 
-def nearly(rng: np.random.Generator, name: str) -> str:
+def change_syllable(rng: np.random.Generator, name: str) -> str:
     """A known name that differs from `name` in one syllable."""
     while True:
         parts = [name[:2], name[2:4], name[4:]]
@@ -69,7 +69,7 @@ def nearly(rng: np.random.Generator, name: str) -> str:
             return other
 
 
-def renaming(rng: np.random.Generator, ids: Sequence[Sequence[int]], size: int) -> np.ndarray:
+def draw_renaming(rng: np.random.Generator, ids: Sequence[Sequence[int]], size: int) -> np.ndarray:
     """A map [size] int32 from token id to token id that renames all names and keeps all other tokens.
 
     Heads, middles and tails are permuted among themselves, so names that share a syllable still do. The index classes

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED, YEAR_OF, ClosedWorld, Entity, Split
 from psearch_jax.closed_world.names import head
-from psearch_jax.closed_world.wordings import FORMS, listed, worded
+from psearch_jax.closed_world.wordings import FORMS, fill_wording, join_names
 from psearch_jax.types import KINDS, Kind, Question, UserError
 
 SOURCE = "closed_world"
@@ -18,7 +19,7 @@ SOURCE = "closed_world"
 SIZES = {2: 0.5, 3: 0.3, 4: 0.2}
 LARGEST = 8
 KNOWN_ENTITIES = 20
-ATTEMPTS = 200  # to find entities for two relations, before others are drawn
+ATTEMPTS = 200  # to find entities for two relations, before others are facts
 
 Lookup = tuple[str, str, str]  # attribute, subject, value
 
@@ -37,7 +38,7 @@ _SHARED_SHARES = _WEIGHTS / _WEIGHTS.sum()
 
 
 @dataclass(frozen=True)
-class Draw:
+class QuestionFacts:
     """The facts of one question.
 
     `rounds`: the look-ups, those of a round being independent; `fills`: values for the letters of the wordings;
@@ -60,44 +61,44 @@ class Asker:
         self.held_out = split == "eval"
         self.pools = {kind: world.members(split, kind) for kind in ATTRIBUTES}
 
-    def draw(self, form: str) -> Draw:
-        """The facts of a question of the form; samples that do not fit are drawn again."""
+    def draw(self, form: str) -> QuestionFacts:
+        """The facts of a question of the form; samples that do not fit are facts again."""
         while True:
-            drawn = _DRAWS[form](self)
-            if drawn is not None and self._tellable(drawn):
-                return drawn
+            facts = _DRAWS[form](self)
+            if facts is not None and self._can_tell_apart(facts):
+                return facts
 
-    def _tellable(self, drawn: Draw) -> bool:
+    def _can_tell_apart(self, facts: QuestionFacts) -> bool:
         """Whether all names in the question and its look-ups begin differently, and no look-up or option repeats."""
-        named = {name for r in drawn.rounds for _, *pair in r for name in pair if not name.isdigit()}
-        named |= {name for name in (*drawn.options, drawn.sought) if name and not name.isdigit()}
-        asked = [lookup for r in drawn.rounds for lookup in r]
-        unique = len(set(asked)) == len(asked) and len(set(drawn.options)) == len(drawn.options)
+        named = {name for r in facts.rounds for _, *pair in r for name in pair if not name.isdigit()}
+        named |= {name for name in (*facts.options, facts.sought) if name and not name.isdigit()}
+        asked = [lookup for r in facts.rounds for lookup in r]
+        unique = len(set(asked)) == len(asked) and len(set(facts.options)) == len(facts.options)
         return unique and len({head(name) for name in named}) == len(named)
 
     def pick(self, items: Sequence) -> Any:
         """One of the items, uniformly."""
         return items[self.rng.integers(len(items))]
 
-    def kind(self) -> str:
+    def draw_kind(self) -> str:
         """A random entity type."""
         return self.pick(list(ATTRIBUTES))
 
-    def one(self, kind: str | None = None) -> Entity:
+    def draw_entity(self, kind: str | None = None) -> Entity:
         """A random entity of a type; default: of a random type."""
-        return self.pick(self.pools[kind or self.kind()])
+        return self.pick(self.pools[kind or self.draw_kind()])
 
-    def some(self, kind: str, count: int) -> list[Entity]:
+    def draw_entities(self, kind: str, count: int) -> list[Entity]:
         """`count` different entities of a type."""
         pool = self.pools[kind]
         return [pool[i] for i in self.rng.choice(len(pool), count, replace=False)]
 
-    def size(self, most: int = LARGEST) -> int:
+    def draw_size(self, most: int = LARGEST) -> int:
         """The number of entities that a question compares, at most `most`."""
         sizes = {n: share for n, share in self.sizes.items() if n <= most}
         return int(self.rng.choice(list(sizes), p=np.divide(list(sizes.values()), sum(sizes.values()))))
 
-    def relation(self, kind: str) -> str:
+    def draw_relation(self, kind: str) -> str:
         """An attribute of a type whose value is an entity."""
         return self.pick([a for a, v in ATTRIBUTES[kind].items() if v != "year"])
 
@@ -110,7 +111,7 @@ class Asker:
         pairs = SHARED_PAIRS
         return pairs[self.rng.choice(len(pairs), p=_SHARED_SHARES)]
 
-    def to(self, entity: Entity, attribute: str) -> Entity:
+    def follow(self, entity: Entity, attribute: str) -> Entity:
         """The entity that a relation leads to."""
         return self.world.entities[entity.facts[attribute]]
 
@@ -133,44 +134,44 @@ def _earliest(compared: list[Entity], dated: list[Entity]) -> str | None:
     return compared[int(np.argmin(years))].name if len(set(years)) == len(years) else None
 
 
-def _first(asker: Asker) -> Draw | None:
-    kind = asker.kind()
-    chosen = asker.some(kind, asker.size())
+def _first(asker: Asker) -> QuestionFacts | None:
+    kind = asker.draw_kind()
+    chosen = asker.draw_entities(kind, asker.draw_size())
     answer = _earliest(chosen, chosen)
     names = [e.name for e in chosen]
-    return answer and Draw([[_year_lookup(e) for e in chosen]], {"v": HAPPENED[kind]}, answer, names)
+    return answer and QuestionFacts([[_year_lookup(e) for e in chosen]], {"v": HAPPENED[kind]}, answer, names)
 
 
-def _has(asker: Asker) -> Draw | None:
-    kind = asker.kind()
-    return _owners_of(asker, kind, asker.relation(kind), LARGEST)
+def _has(asker: Asker) -> QuestionFacts | None:
+    kind = asker.draw_kind()
+    return _owners_of(asker, kind, asker.draw_relation(kind), LARGEST)
 
 
-def _owners_of(asker: Asker, kind: str, attribute: str, most: int) -> Draw | None:
+def _owners_of(asker: Asker, kind: str, attribute: str, most: int) -> QuestionFacts | None:
     """Which of some entities of a type has a value, that of the right one, as an attribute."""
-    chosen = asker.some(kind, asker.size(most))
+    chosen = asker.draw_entities(kind, asker.draw_size(most))
     values = [asker.world.value(e, attribute) for e in chosen]
     if len(set(values)) < len(values):
         return None
     right = int(asker.rng.integers(len(chosen)))
     names = [e.name for e in chosen]
     lookups = [(attribute, name, value) for name, value in zip(names, values, strict=True)]
-    return Draw([lookups], {"a": attribute, "X": values[right]}, names[right], names, values[right])
+    return QuestionFacts([lookups], {"a": attribute, "X": values[right]}, names[right], names, values[right])
 
 
-def _shares(asker: Asker) -> Draw | None:
+def _shares(asker: Asker) -> QuestionFacts | None:
     a, b = _either_order(asker, asker.shared_pair())
     kind = _kind_with(a)
     for _ in range(ATTEMPTS):
-        drawn = _owners_of(asker, kind, a, most=3)
-        if drawn is None:
+        facts = _owners_of(asker, kind, a, most=3)
+        if facts is None:
             continue
-        owner = next(e for e in asker.pools[kind] if e.name == drawn.answer)
-        owners = [e for e in asker.sharing(b, owner.facts[a]) if e.name not in drawn.options]
+        owner = next(e for e in asker.pools[kind] if e.name == facts.answer)
+        owners = [e for e in asker.sharing(b, owner.facts[a]) if e.name not in facts.options]
         if owners:
             subject = asker.pick(owners).name
-            rounds = [[*drawn.rounds[0], (b, subject, drawn.sought)]]
-            return Draw(rounds, {"a": a, "b": b, "B": subject}, drawn.answer, drawn.options, drawn.sought)
+            rounds = [[*facts.rounds[0], (b, subject, facts.sought)]]
+            return QuestionFacts(rounds, {"a": a, "b": b, "B": subject}, facts.answer, facts.options, facts.sought)
     return None
 
 
@@ -182,11 +183,11 @@ def _kind_with(attribute: str) -> str:
     return next(kind for kind, attributes in ATTRIBUTES.items() if attribute in attributes)
 
 
-def _same(asker: Asker) -> Draw | None:
+def _same(asker: Asker) -> QuestionFacts | None:
     a, b = _either_order(asker, asker.shared_pair())
     equal = asker.rng.random() < 0.5
     for _ in range(ATTEMPTS):
-        one, other = asker.one(_kind_with(a)), asker.one(_kind_with(b))
+        one, other = asker.draw_entity(_kind_with(a)), asker.draw_entity(_kind_with(b))
         if equal:
             owners = [e for e in asker.sharing(b, one.facts[a]) if e.id != one.id]
             if not owners:
@@ -195,15 +196,15 @@ def _same(asker: Asker) -> Draw | None:
         values = asker.world.value(one, a), asker.world.value(other, b)
         lookups = [(a, one.name, values[0]), (b, other.name, values[1])]
         fills = {"a": a, "b": b, "A": one.name, "B": other.name}
-        return Draw([lookups], fills, "yes" if values[0] == values[1] else "no", [], values[1])
+        return QuestionFacts([lookups], fills, "yes" if values[0] == values[1] else "no", [], values[1])
     return None
 
 
 def _dated_as(asker: Asker, entity: Entity) -> Entity | None:
     """With probability 1/2 a random entity, else another entity with the same year, or None."""
     if asker.rng.random() < 0.5:
-        return asker.one()
-    kind = asker.kind()
+        return asker.draw_entity()
+    kind = asker.draw_kind()
     owners = [e for e in asker.sharing(YEAR_OF[kind], _year(entity)) if e.id != entity.id]
     return asker.pick(owners) if owners else None
 
@@ -215,93 +216,80 @@ def _walk(
 
     attributes: the relations; default: random ones.
     """
-    at = asker.one(_kind_with(attributes[0]) if attributes else None)
+    at = asker.draw_entity(_kind_with(attributes[0]) if attributes else None)
     rounds, fills = [], {"A": at.name}
     for hop, letter in enumerate("abc"[:hops]):
-        attribute = attributes[hop] if attributes else asker.relation(at.kind)
+        attribute = attributes[hop] if attributes else asker.draw_relation(at.kind)
         fills[letter] = attribute
-        reached = asker.to(at, attribute)
+        reached = asker.follow(at, attribute)
         rounds.append([(attribute, at.name, reached.name)])
         at = reached
     return rounds, at, fills | {"k": at.kind}
 
 
-def _named(hops: int) -> Callable[[Asker], Draw]:
-    def draw(asker: Asker) -> Draw:
-        rounds, end, fills = _walk(asker, hops)
-        return Draw(rounds, fills, end.name, [])
-
-    return draw
+def _name_end(asker: Asker, hops: int) -> QuestionFacts:
+    rounds, end, fills = _walk(asker, hops)
+    return QuestionFacts(rounds, fills, end.name, [])
 
 
-def _dated(hops: int) -> Callable[[Asker], Draw]:
-    def draw(asker: Asker) -> Draw:
-        rounds, end, fills = _walk(asker, hops)
-        return Draw([*rounds, [_year_lookup(end)]], fills | {"v": HAPPENED[end.kind]}, str(_year(end)), [])
-
-    return draw
+def _date_end(asker: Asker, hops: int) -> QuestionFacts:
+    rounds, end, fills = _walk(asker, hops)
+    return QuestionFacts([*rounds, [_year_lookup(end)]], fills | {"v": HAPPENED[end.kind]}, str(_year(end)), [])
 
 
-def _chosen(hops: int) -> Callable[[Asker], Draw]:
-    def draw(asker: Asker) -> Draw:
-        rounds, end, fills = _walk(asker, hops, asker.shared_pair() if hops == 2 else ())
-        names = [end.name, *(asker.one(end.kind).name for _ in range(asker.size(most=3) - 1))]
-        return Draw(rounds, fills, end.name, [names[i] for i in asker.rng.permutation(len(names))])
-
-    return draw
+def _choose_end(asker: Asker, hops: int) -> QuestionFacts:
+    rounds, end, fills = _walk(asker, hops, asker.shared_pair() if hops == 2 else ())
+    names = [end.name, *(asker.draw_entity(end.kind).name for _ in range(asker.draw_size(most=3) - 1))]
+    return QuestionFacts(rounds, fills, end.name, [names[i] for i in asker.rng.permutation(len(names))])
 
 
-def _confirmed(hops: int) -> Callable[[Asker], Draw]:
-    def draw(asker: Asker) -> Draw:
-        rounds, end, fills = _walk(asker, hops, asker.shared_pair() if hops == 2 else ())
-        asked = end.name if asker.rng.random() < 0.5 else asker.one(end.kind).name
-        return Draw(rounds, fills | {"X": asked}, "yes" if asked == end.name else "no", [], asked)
-
-    return draw
+def _confirm_end(asker: Asker, hops: int) -> QuestionFacts:
+    rounds, end, fills = _walk(asker, hops, asker.shared_pair() if hops == 2 else ())
+    asked = end.name if asker.rng.random() < 0.5 else asker.draw_entity(end.kind).name
+    return QuestionFacts(rounds, fills | {"X": asked}, "yes" if asked == end.name else "no", [], asked)
 
 
-def _first_of(asker: Asker) -> Draw | None:
-    kind = asker.kind()
-    attribute = asker.relation(kind)
-    chosen = asker.some(kind, 2)
-    reached = [asker.to(e, attribute) for e in chosen]
+def _first_of(asker: Asker) -> QuestionFacts | None:
+    kind = asker.draw_kind()
+    attribute = asker.draw_relation(kind)
+    chosen = asker.draw_entities(kind, 2)
+    reached = [asker.follow(e, attribute) for e in chosen]
     answer = _earliest(chosen, reached)
     links = [(attribute, e.name, r.name) for e, r in zip(chosen, reached, strict=True)]
     fills = {"a": attribute, "v": HAPPENED[reached[0].kind]}
-    return answer and Draw([links, [_year_lookup(e) for e in reached]], fills, answer, [e.name for e in chosen])
+    return answer and QuestionFacts(
+        [links, [_year_lookup(e) for e in reached]], fills, answer, [e.name for e in chosen]
+    )
 
 
-def _same_year(hops: int) -> Callable[[Asker], Draw | None]:
-    def draw(asker: Asker) -> Draw | None:
-        rounds, end, fills = _walk(asker, hops)
-        other = _dated_as(asker, end)
-        if other is None:
-            return None
-        first, *later = [*rounds, [_year_lookup(end)]]
-        fills |= {"B": other.name, "v": HAPPENED[end.kind], "w": HAPPENED[other.kind]}
-        answer = "yes" if _year(end) == _year(other) else "no"
-        return Draw([[*first, _year_lookup(other)], *later], fills, answer, [], str(_year(other)))
-
-    return draw
+def _same_year(asker: Asker, hops: int) -> QuestionFacts | None:
+    rounds, end, fills = _walk(asker, hops)
+    other = _dated_as(asker, end)
+    if other is None:
+        return None
+    first, *later = [*rounds, [_year_lookup(end)]]
+    fills |= {"B": other.name, "v": HAPPENED[end.kind], "w": HAPPENED[other.kind]}
+    answer = "yes" if _year(end) == _year(other) else "no"
+    return QuestionFacts([[*first, _year_lookup(other)], *later], fills, answer, [], str(_year(other)))
 
 
-_DRAWS: dict[str, Callable[[Asker], Draw | None]] = {
+_DRAWS: dict[str, Callable[[Asker], QuestionFacts | None]] = {
     "first": _first,
     "has": _has,
     "shares": _shares,
     "same": _same,
-    "same_year": _same_year(0),
-    "bridge_name": _named(2),
-    "bridge_year": _dated(1),
-    "bridge_which": _chosen(2),
-    "bridge_is": _confirmed(2),
-    "chain": _named(3),
-    "name": _named(1),
-    "year": _dated(0),
-    "which": _chosen(1),
-    "is": _confirmed(1),
+    "same_year": partial(_same_year, hops=0),
+    "bridge_name": partial(_name_end, hops=2),
+    "bridge_year": partial(_date_end, hops=1),
+    "bridge_which": partial(_choose_end, hops=2),
+    "bridge_is": partial(_confirm_end, hops=2),
+    "chain": partial(_name_end, hops=3),
+    "name": partial(_name_end, hops=1),
+    "year": partial(_date_end, hops=0),
+    "which": partial(_choose_end, hops=1),
+    "is": partial(_confirm_end, hops=1),
     "first_of": _first_of,
-    "year_of": _same_year(1),
+    "year_of": partial(_same_year, hops=1),
 }
 
 
@@ -356,8 +344,8 @@ def questions(
         if len(made) == count:
             break
         name = chosen[rng.choice(len(chosen), p=shares / shares.sum())]
-        form, drawn = FORMS[name], asker.draw(name)
-        asked = _question(split, name, drawn, asker.pick(form.held_out if held_out_wordings else form.known))
+        form, facts = FORMS[name], asker.draw(name)
+        asked = _question(split, name, facts, asker.pick(form.held_out if held_out_wordings else form.known))
         made.setdefault(asked.text, asked)
     if len(made) < count:
         raise UserError(f"closed world: {count} {split} questions of kind {kind!r} asked, {len(made)} exist")
@@ -376,19 +364,19 @@ def known_questions(world: ClosedWorld, held_out_wordings: bool = False) -> list
             form, fills = "year", {"A": entity.name, "v": HAPPENED[entity.kind]}
             if attribute != YEAR_OF[entity.kind]:
                 form, fills = "name", {"A": entity.name, "a": attribute, "k": ATTRIBUTES[entity.kind][attribute]}
-            drawn = Draw([[(attribute, entity.name, value)]], fills, value, [])
+            facts = QuestionFacts([[(attribute, entity.name, value)]], fills, value, [])
             wordings = FORMS[form].held_out if held_out_wordings else FORMS[form].known
-            made += [_question("train", form, drawn, wording) for wording in wordings]
+            made += [_question("train", form, facts, wording) for wording in wordings]
     return made
 
 
-def _question(split: Split, form: str, drawn: Draw, wording: str) -> Question:
-    text = worded(wording, drawn.fills | ({"l": listed(drawn.options)} if drawn.options else {}))
-    facts = {
+def _question(split: Split, form: str, facts: QuestionFacts, wording: str) -> Question:
+    text = fill_wording(wording, facts.fills | ({"l": join_names(facts.options)} if facts.options else {}))
+    metadata = {
         "form": form,
-        "rounds": [[list(lookup) for lookup in r] for r in drawn.rounds],
-        "options": drawn.options,
-        "sought": drawn.sought,
-        "chance": 0.5 if drawn.answer in ("yes", "no") else 1 / len(drawn.options) if drawn.options else 0.0,
+        "rounds": [[list(lookup) for lookup in r] for r in facts.rounds],
+        "options": facts.options,
+        "sought": facts.sought,
+        "chance": 0.5 if facts.answer in ("yes", "no") else 1 / len(facts.options) if facts.options else 0.0,
     }
-    return Question(SOURCE, f"{split}-{form}-{text}", text, (drawn.answer,), FORMS[form].kind, facts)
+    return Question(SOURCE, f"{split}-{form}-{text}", text, (facts.answer,), FORMS[form].kind, metadata)

@@ -92,27 +92,27 @@ def first_thought(question: Question) -> str:
     return f"named {' ; '.join(named)} asked {' ; '.join(_ASKED.findall(question.text))}"
 
 
-def all_at_once(question: Question) -> tuple[str, ...]:
+def query_all_at_once(question: Question) -> tuple[str, ...]:
     """The queries of a teacher that takes all facts for independent, one per look-up of the first round and per round.
 
     The first subject takes the place of subjects that are not known yet.
     """
     first, *later = question.metadata["rounds"]
-    return (*map(query, first), *(f"{r[0][0]} of {first[0][1]}" for r in later))
+    return (*map(word_query, first), *(f"{r[0][0]} of {first[0][1]}" for r in later))
 
 
-def query(lookup: Sequence[str]) -> str:
+def word_query(lookup: Sequence[str]) -> str:
     """The query for one fact, from (attribute, subject, value)."""
     return f"{lookup[0]} of {lookup[1]}"
 
 
-def verdict(question: Question) -> str:
+def conclude(question: Question) -> str:
     """The last thought after all facts were found: the facts next to each other, and the conclusion."""
     form, options, sought = (question.metadata[key] for key in ("form", "options", "sought"))
     values = [value for _, _, value in question.metadata["rounds"][-1]]
     answer = question.answers[0]
     if form in ("first", "first_of"):
-        return f"found {running_least(list(zip(options, values, strict=True)))} so {answer}"
+        return f"found {find_least(list(zip(options, values, strict=True)))} so {answer}"
     if form in ("has", "shares"):
         # The options in order, up to the one with the sought value.
         tried = options[: options.index(answer) + 1]
@@ -128,7 +128,7 @@ def compare(value: str, sought: str) -> str:
     return f"vs {sought} {'yes' if value == sought else 'no'}"
 
 
-def running_least(dated: Sequence[tuple[str, str]]) -> str:
+def find_least(dated: Sequence[tuple[str, str]]) -> str:
     """(name, year) pairs in order, each but the first followed by the earliest so far."""
     best, *rest = dated
     text = " ".join(best)
@@ -138,7 +138,7 @@ def running_least(dated: Sequence[tuple[str, str]]) -> str:
     return text
 
 
-def guessed(question: Question, rng: np.random.Generator) -> Step:
+def guess(question: Question, rng: np.random.Generator) -> Step:
     """A random answer of the right type."""
     choices = ["yes", "no"] if question.answers[0] in ("yes", "no") else question.metadata["options"]
     choices = choices or [question.metadata["rounds"][0][0][1]]
@@ -150,43 +150,43 @@ def plan(question: Question, rng: np.random.Generator, mixture: Mixture, turns: 
     """The teacher's turns for one closed-world question, with at most `turns` searches."""
     rounds = question.metadata["rounds"]
     if rng.random() < mixture.closed:
-        return _forgetful([guessed(question, rng)], rng, mixture)
-    end = Step(verdict(question), answer=question.answers[0])
+        return _forget_thought([guess(question, rng)], rng, mixture)
+    end = Step(conclude(question), answer=question.answers[0])
     if rng.random() < mixture.guess:
-        end = guessed(question, rng)
+        end = guess(question, rng)
     steps = [Step(first_thought(question), _first_search(question, rng, mixture))]
     split = len(steps[0].queries) > 1
     if split and len(rounds) > 1 and rng.random() > mixture.recover:
-        return _forgetful([*steps, guessed(question, rng)], rng, mixture)
+        return _forget_thought([*steps, guess(question, rng)], rng, mixture)
     if not split:
         for (_, _, value), lookup in zip(rounds[0], rounds[0][1:]):  # noqa: B905
-            steps.append(Step(f"found {value} next", (query(lookup),)))
+            steps.append(Step(f"found {value} next", (word_query(lookup),)))
     for before, after in zip(rounds, rounds[1:]):  # noqa: B905
         thought = f"found {' ; '.join(value for _, _, value in before)} next"
         if split:
-            steps.append(Step(thought, tuple(map(query, after))))
+            steps.append(Step(thought, tuple(map(word_query, after))))
             continue
         for i, lookup in enumerate(after):
-            steps.append(Step(thought if i == 0 else f"found {after[i - 1][2]} next", (query(lookup),)))
+            steps.append(Step(thought if i == 0 else f"found {after[i - 1][2]} next", (word_query(lookup),)))
     if rng.random() < mixture.hasty:
-        steps, end = steps[:1], guessed(question, rng)
+        steps, end = steps[:1], guess(question, rng)
     elif len(steps) < turns and rng.random() < mixture.redundant:
         steps.append(Step("again", steps[-1].queries))
     if len(steps) > turns:
-        steps, end = steps[:turns], guessed(question, rng)
-    return _forgetful([*steps, end], rng, mixture)
+        steps, end = steps[:turns], guess(question, rng)
+    return _forget_thought([*steps, end], rng, mixture)
 
 
 def _first_search(question: Question, rng: np.random.Generator, mixture: Mixture) -> tuple[str, ...]:
     """The queries of the first turn: all of them, or only the first."""
-    queries = all_at_once(question)
+    queries = query_all_at_once(question)
     if rng.random() < mixture.split:
         # Questions that need a single fact are split just as blindly, with a second query about the same subject.
         return queries if len(queries) > 1 else (*queries, f"rival of {question.metadata['rounds'][0][0][1]}")
     return queries[:1]
 
 
-def _forgetful(steps: list[Step], rng: np.random.Generator, mixture: Mixture) -> list[Step]:
+def _forget_thought(steps: list[Step], rng: np.random.Generator, mixture: Mixture) -> list[Step]:
     if rng.random() < mixture.forgotten:
         slip = int(rng.integers(len(steps)))
         steps[slip] = Step(None, steps[slip].queries, steps[slip].answer)
@@ -202,9 +202,9 @@ def oracle(question: Question) -> list[Step]:
     """Optimal turns: one search per round with all of its queries, then the right answer."""
     steps, thought = [], first_thought(question)
     for r in question.metadata["rounds"]:
-        steps.append(Step(thought, tuple(map(query, r))))
+        steps.append(Step(thought, tuple(map(word_query, r))))
         thought = f"found {' ; '.join(value for _, _, value in r)} next"
-    return [*steps, Step(verdict(question), answer=question.answers[0])]
+    return [*steps, Step(conclude(question), answer=question.answers[0])]
 
 
 def write_trajectory(

@@ -35,7 +35,7 @@ class Form:
         return tuple(text for text in self.wordings if text not in self.held_out)
 
 
-def joined(frames: Sequence[str], **phrases: Sequence[str]) -> tuple[str, ...]:
+def combine(frames: Sequence[str], **phrases: Sequence[str]) -> tuple[str, ...]:
     """Every frame with every choice of phrases for its `<p>`, `<q>`, except those that would begin with a name."""
     texts = []
     for frame, *chosen in product(frames, *phrases.values()):
@@ -100,61 +100,61 @@ FORMS: dict[str, Form] = {
         ),
         held_out=("Which is the first {v} of {l}?",),
     ),
-    "has": Form("parallel", 0.2, joined(OWNED, p=("{X}",)), held_out=("Of {l}, {X} is the {a} of which?",)),
+    "has": Form("parallel", 0.2, combine(OWNED, p=("{X}",)), held_out=("Of {l}, {X} is the {a} of which?",)),
     "shares": Form(
         "parallel",
         0.3,
-        joined(OWNED, p=("{b:B}", "{B:b}")),
+        combine(OWNED, p=("{b:B}", "{B:b}")),
         held_out=("The {a} of which of {l} is {b:B}?", "Of {l}, the {a} of which is {B:b}?"),
     ),
     "same": Form(
         "parallel",
         0.25,
-        joined(EQUAL, p=ONE, q=("{b:B}", "{B:b}")),
+        combine(EQUAL, p=ONE, q=("{b:B}", "{B:b}")),
         held_out=("Is {A:a} {B:b}?", "Are {a:A} and {B:b} the same?"),
     ),
     "same_year": Form(
-        "parallel", 0.1, joined(EQUAL_YEARS, p=("{A}",)), held_out=("Was {A} {v} the year {B} was {w}?",)
+        "parallel", 0.1, combine(EQUAL_YEARS, p=("{A}",)), held_out=("Was {A} {v} the year {B} was {w}?",)
     ),
     # ------------------------------------------------------------------ one fact after another
     "bridge_name": Form(
         "sequential",
         0.15,
-        (*joined(NAMED, p=TWO), *joined(("Which {k} does <p> have as the {b}?",), p=ONE)),
+        (*combine(NAMED, p=TWO), *combine(("Which {k} does <p> have as the {b}?",), p=ONE)),
         held_out=("{b:a:A} is which?", "Which {k} is {b:a:A}?"),
     ),
     "bridge_year": Form(
         "sequential",
         0.1,
-        joined(DATED, p=ONE),
+        combine(DATED, p=ONE),
         held_out=("Which is the year {a:A} was {v}?", "The year {A:a} was {v} is which?"),
     ),
     "bridge_which": Form(
         "sequential",
         0.35,
-        joined(CHOSEN, p=TWO),
+        combine(CHOSEN, p=TWO),
         held_out=("Of {l}, which is the {b} of {A:a}?", "{b:a:A} is which of {l}?"),
     ),
     "bridge_is": Form(
         "sequential",
         0.3,
-        (*joined(EQUAL, p=TWO, q=("{X}",)), *joined(EQUAL, p=("{X}",), q=TWO)),
+        (*combine(EQUAL, p=TWO, q=("{X}",)), *combine(EQUAL, p=("{X}",), q=TWO)),
         held_out=("Is {A:a:b} {X}?", "Are the {b} of {A:a} and {X} the same?"),
     ),
-    "chain": Form("sequential", 0.1, joined(NAMED, p=THREE), held_out=("the {c} of the {b} of {A:a} is which?",)),
+    "chain": Form("sequential", 0.1, combine(NAMED, p=THREE), held_out=("the {c} of the {b} of {A:a} is which?",)),
     # ------------------------------------------------------------------ one fact
     "name": Form(
         "single",
         0.3,
-        (*joined(NAMED, p=ONE), "Which {k} does {A} have as the {a}?"),
+        (*combine(NAMED, p=ONE), "Which {k} does {A} have as the {a}?"),
         held_out=("Which {k} is {a:A}?", "Which is {A:a}?"),
     ),
-    "year": Form("single", 0.2, joined(DATED, p=("{A}",)), held_out=("Which was the year {A} was {v}?",)),
-    "which": Form("single", 0.3, joined(CHOSEN, p=ONE), held_out=("Of {l}, which is {A:a}?",)),
+    "year": Form("single", 0.2, combine(DATED, p=("{A}",)), held_out=("Which was the year {A} was {v}?",)),
+    "which": Form("single", 0.3, combine(CHOSEN, p=ONE), held_out=("Of {l}, which is {A:a}?",)),
     "is": Form(
         "single",
         0.2,
-        (*joined(EQUAL, p=ONE, q=("{X}",)), *joined(EQUAL, p=("{X}",), q=ONE)),
+        (*combine(EQUAL, p=ONE, q=("{X}",)), *combine(EQUAL, p=("{X}",), q=ONE)),
         held_out=("Is {X} also {a:A}?",),
     ),
     # ------------------------------------------------------------------ both shapes in one question
@@ -172,7 +172,7 @@ FORMS: dict[str, Form] = {
     "year_of": Form(
         "mixed",
         0.5,
-        joined(EQUAL_YEARS, p=ONE),
+        combine(EQUAL_YEARS, p=ONE),
         held_out=("Is the year {a:A} was {v} the year {B} was {w}?",),
         trained=False,
     ),
@@ -183,12 +183,12 @@ PAIRED: tuple[tuple[str, str], ...] = (("shares", "bridge_which"), ("same", "bri
 JUDGED = ("first", "has", "shares", "same", "same_year", "bridge_which", "bridge_is", "which", "is")
 
 
-def listed(names: tuple[str, ...] | list[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """`A and B`, `A, B and C`."""
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
-def worded(wording: str, values: Mapping[str, str]) -> str:
+def fill_wording(wording: str, values: Mapping[str, str]) -> str:
     """A wording with its letters filled in; `{b:a:A}` is `the b of the a of A`, `{A:a:b}` is `A's a's b`."""
 
     def phrase(match: re.Match) -> str:

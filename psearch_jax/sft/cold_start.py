@@ -20,7 +20,7 @@ from flax import nnx
 
 from psearch_jax.closed_world import exercises
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
-from psearch_jax.closed_world.names import SYLLABLES, nearly, renaming
+from psearch_jax.closed_world.names import SYLLABLES, change_syllable, draw_renaming
 from psearch_jax.closed_world.question_forms import kind_counts, known_questions, questions
 from psearch_jax.closed_world.scripted import Mixture, plan, recall, write_all
 from psearch_jax.config import PRESETS, DecoderConfig, LearningSection, MeshSection
@@ -138,7 +138,7 @@ def make_rows(
 def _of_another(question: Question, rng: np.random.Generator) -> Question:
     """The same question about a name that differs in one syllable."""
     ((attribute, name, value),) = question.metadata["rounds"][0]
-    other = nearly(rng, name)
+    other = change_syllable(rng, name)
     facts = question.metadata | {"rounds": [[[attribute, other, value]]]}
     return replace(question, text=question.text.replace(name, other), metadata=facts)
 
@@ -174,7 +174,7 @@ class Batches:
         rows = rng.integers(len(ids), size=max(1, self.config.tokens_per_batch // ids.shape[1]))
         chosen = ids[rows]
         if skill != "recalling":  # recalled facts belong to their names
-            chosen = np.stack([renaming(rng, self.syllables, self.size)[row] for row in chosen])
+            chosen = np.stack([draw_renaming(rng, self.syllables, self.size)[row] for row in chosen])
         return skill, [_one_row_each(chosen, mask[rows])]
 
     def _weights(self, step: int) -> np.ndarray:

@@ -11,7 +11,16 @@ import pytest
 from question_cues import PAIRS, facts_of, measure_cues, measure_searches
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, YEAR_OF, ClosedWorld
-from psearch_jax.closed_world.names import HEADS, MIDDLES, TAILS, draw_names, head, is_new, nearly, renaming
+from psearch_jax.closed_world.names import (
+    HEADS,
+    MIDDLES,
+    TAILS,
+    change_syllable,
+    draw_names,
+    draw_renaming,
+    head,
+    is_new,
+)
 from psearch_jax.closed_world.question_forms import (
     KNOWN_ENTITIES,
     SHARED_PAIRS,
@@ -101,7 +110,7 @@ def test_new_names_are_never_renamed_into(world):
     for which in ("known", "new"):
         for name in draw_names(rng, 50, which):
             places = [HEADS.index(name[:2]), MIDDLES.index(name[2:4]), TAILS.index(name[4:])]
-            moved = renaming(rng, ids, 300)[[group[at] for group, at in zip(ids, places, strict=True)]]
+            moved = draw_renaming(rng, ids, 300)[[group[at] for group, at in zip(ids, places, strict=True)]]
             again = HEADS[moved[0]] + MIDDLES[moved[1] - 100] + TAILS[moved[2] - 200]
             assert is_new(again) == (which == "new")
 
@@ -110,7 +119,7 @@ def test_nearly_the_same_name_is_another_known_one():
     """A row that teaches "look it up" would be about the very name that another row knows by heart."""
     rng = np.random.default_rng(0)
     for name in draw_names(rng, 50, "known"):
-        other = nearly(rng, name)
+        other = change_syllable(rng, name)
         parts = [(name[a:b], other[a:b]) for a, b in ((0, 2), (2, 4), (4, 7))]
         assert sum(one != two for one, two in parts) == 1 and not is_new(other)
 
@@ -118,7 +127,7 @@ def test_nearly_the_same_name_is_another_known_one():
 def test_renaming_changes_names_and_nothing_else():
     """A renamed row would lose its words, or two of its names would become one."""
     ids = [range(10, 90), range(90, 150), range(150, 230)]
-    one, other = (renaming(np.random.default_rng(seed), ids, 240) for seed in (0, 1))
+    one, other = (draw_renaming(np.random.default_rng(seed), ids, 240) for seed in (0, 1))
     assert sorted(one) == list(range(240)) and (one != other).sum() > 150
     assert (one[:10] == np.arange(10)).all() and (one[230:] == np.arange(230, 240)).all()
     for group in ids:

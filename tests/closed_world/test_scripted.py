@@ -14,12 +14,12 @@ from psearch_jax.closed_world.question_forms import questions
 from psearch_jax.closed_world.scripted import (
     OBSERVATION_TOKENS,
     Mixture,
-    all_at_once,
+    conclude,
+    find_least,
     first_thought,
     oracle,
     plan,
-    running_least,
-    verdict,
+    query_all_at_once,
     write_all,
 )
 from psearch_jax.closed_world.toy_tokenizer import write_tokenizer
@@ -99,7 +99,7 @@ def test_tokenizer_is_reproducible_and_lossless(tokenizer, tmp_path):
 # ---- teacher ----
 
 
-def test_scripted_turns_parse_as_written(world, tokenizer, retriever):
+def test_scripted_turns_parse_as_encode_parts(world, tokenizer, retriever):
     """A scripted turn that the grammar does not parse as written, or a mask that covers anything but the turns."""
     batch = every_kind(world, 40)
     plans = [plan(q, np.random.default_rng(1), RIGHT, 4) for q in batch]
@@ -129,7 +129,7 @@ def test_searching_all_at_once_misses_what_depends_on_another_fact(world, retrie
     """A split that pays on sequential questions, or that is written differently on them: nothing would be learned from
     rewards, or the type could be read off the first sub-query."""
     for q in every_kind(world, 60, "eval"):
-        queries = all_at_once(q)
+        queries = query_all_at_once(q)
         facts = [f"The {a} of {s} is {v}." for r in q.metadata["rounds"] for a, s, v in r]
         retrieved = {p.text for ranking in retriever.search(list(queries), 2) for p in ranking}
         assert len(queries) == sum(len(r) if i == 0 else 1 for i, r in enumerate(q.metadata["rounds"]))
@@ -153,14 +153,14 @@ def test_an_oracle_is_answered_all_it_needs(world, retriever):
 
 def test_verdicts_read_what_was_found():
     """A running minimum that is not the minimum, or that names the entity of another year."""
-    text = running_least([("Bakasan", "1950"), ("Dotiles", "1940"), ("Fegimor", "1945")])
+    text = find_least([("Bakasan", "1950"), ("Dotiles", "1940"), ("Fegimor", "1945")])
     assert text == "Bakasan 1950 ; Dotiles 1940 least Dotiles 1940 ; Fegimor 1945 least Dotiles 1940"
 
 
 def test_verdicts_end_with_the_answer(world):
     """A last thought that concludes something else than the gold answer, or compares the wrong values."""
     for q in every_kind(world, 200, "eval"):
-        text = verdict(q)
+        text = conclude(q)
         assert text.endswith(f" so {q.answers[0]}"), q
         for value, sought, judgement in re.findall(r"(\w+) vs (\w+) (yes|no)", text):
             assert (value == sought) == (judgement == "yes") and sought == q.metadata["sought"]

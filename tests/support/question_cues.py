@@ -14,7 +14,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, ClosedWorld, fact_sentence
 from psearch_jax.closed_world.question_forms import questions
-from psearch_jax.closed_world.scripted import first_thought, query
+from psearch_jax.closed_world.scripted import first_thought, word_query
 from psearch_jax.closed_world.wordings import FORMS, PAIRED, words_of_wordings
 from psearch_jax.types import Question
 from retrieval.protocol import Retriever
@@ -44,7 +44,7 @@ def measure_searches(world: ClosedWorld, retriever: Retriever, count: int) -> di
     for name, form in FORMS.items():
         asked = questions(world, "eval", form.kind, count, 1, forms=[name])
         facts = [fact for q in asked for fact in facts_of(q)]
-        by_fact = list(zip(retriever.search(list(map(query, facts)), 3), facts, strict=True))
+        by_fact = list(zip(retriever.search(list(map(word_query, facts)), 3), facts, strict=True))
         by_question = zip(retriever.search([q.text for q in asked], 2), asked, strict=True)
         figures[name] = {f"sub-query@{k}": np.mean([find_all(r[:k], [fact]) for r, fact in by_fact]) for k in (1, 3)}
         figures[name]["question@2"] = np.mean([find_all(r, facts_of(q)) for r, q in by_question])
