@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from packaging.requirements import Requirement
 
 from psearch_jax.assembly import build
 from psearch_jax.assembly.inputs import missing_inputs, needs_retriever
@@ -38,7 +35,6 @@ from psearch_jax.types import ITEM, UserError
 from retrieval.memory import available_memory
 from retrieval.protocol import CorpusError, RetrievalError
 
-PACKAGE = "psearch_jax"
 # Device files of accelerators, and what to do if JAX uses none.
 DEVICE_FILES = {
     "/dev/nvidiactl": "`pip install -e '.[cuda]'`; if it is installed, check CUDA_VISIBLE_DEVICES, and with "
@@ -79,7 +75,6 @@ def examine(config: Config, workdir: str, root: Path = Path("/")) -> Iterator[Fi
 
 
 def _checks(config: Config, workdir: str, root: Path) -> Iterator[Finding]:
-    yield from guarded("packages", check_packages)
     yield from guarded("devices", lambda: check_devices(root))
     yield from guarded("config", lambda: check_settings(config))
     config = with_method(config)
@@ -110,33 +105,10 @@ def guarded(name: str, check: Callable[[], str | None]) -> Iterator[Finding]:
             yield Finding(name, text)
 
 
-def check_packages() -> str:
-    """Checks that the requirements of setup.py are installed in accepted versions."""
-    try:
-        requirements = [Requirement(line) for line in importlib.metadata.requires(PACKAGE) or ()]
-    except importlib.metadata.PackageNotFoundError:
-        raise UserError(f"{PACKAGE} is not installed: `pip install -e .`") from None
-    # The others are for an extra, or for another Python.
-    requirements = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
-    problems = []
-    for requirement in requirements:
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            problems.append(f"{requirement.name} is missing")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            problems.append(f"{requirement.name} {version} is not {requirement.specifier}")
-    if problems:
-        raise UserError(f"{'; '.join(problems)}: `pip install -e .`")
-    python = ".".join(map(str, sys.version_info[:3]))
-    return f"Python {python}, jax {jax.__version__}, and {len(requirements)} requirements met"
-
-
 def check_devices(root: Path = Path("/")) -> str:
     """The devices that JAX uses, and whether it misses an accelerator of this machine."""
     used, processes = jax.devices(), jax.process_count()
-    text = f"{len(used)} x {used[0].device_kind}, {processes} process{'es' * (processes > 1)}"
+    text = f"{len(used)} x {used[0].device_kind}, {processes} process{'es' * (processes > 1)}, jax {jax.__version__}"
     if used[0].platform == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu":
         for file, fix in DEVICE_FILES.items():
             if (root / file.lstrip("/")).exists():
