@@ -193,36 +193,21 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
     try:
         if defaults and _overrides(argv):
             flags.FLAGS.set_default("config", defaults)  # here, because it reads the overrides and refuses bad ones
+        _check_config_file(argv)  # absl would report its errors in a traceback, or at the first use
         rest = flags.FLAGS(argv)
-        if "config" in flags.FLAGS:
-            getattr(flags.FLAGS.config, "to_dict", None)  # a file that cannot be opened raises only at its first use
-            if not isinstance(flags.FLAGS.config, ConfigDict) and (problem := _config_problem(argv)):
-                sys.exit(_refuse(problem))
+        if len(rest) > 1 and not positional:
+            raise UserError(f"{rest[1]!r} found, accepted: flags only (--help lists them)")
     except (flags.Error, UserError) as error:
-        text = str(error)
-        if text.startswith("flag --config=None"):
-            text = _config_problem(argv) or text
-        if "Error whilst parsing config file" in text:
-            # absl quotes the traceback of a config file that raises; its last line says what is wrong.
-            reason = text.strip().splitlines()[-1].strip()
-            text = f"--config: {reason.removeprefix(f'{UserError.__module__}.UserError: ')}"
-        sys.exit(_refuse(text))
-    except OSError as error:
-        sys.exit(_refuse(f"--config: {str(error).strip().splitlines()[-1].strip()}"))
-    except Exception as error:
-        if problem := _config_problem(argv):
-            sys.exit(_refuse(problem))
-        # What ml_collections raises for an unknown field or section.
-        if not _overrides(argv) or not isinstance(error, AttributeError | KeyError):
+        sys.exit(_refuse(str(error)))
+    except (AttributeError, KeyError) as error:  # of ml_collections, for an unknown field or section
+        if not _overrides(argv):
             raise
         sys.exit(_refuse(f"--config: unknown field {_unquoted(str(error))}"))
-    if len(rest) > 1 and not positional:
-        sys.exit(_refuse(f"{rest[1]!r} found, accepted: flags only (--help lists them)"))
     return rest
 
 
-def _config_problem(argv: Sequence[str]) -> str:
-    """What is wrong with the file of --config, which is run again; "" if nothing is, or there is no such flag."""
+def _check_config_file(argv: Sequence[str]) -> None:
+    """Raises `UserError` unless the file of --config, if given, defines a `get_config` that returns a ConfigDict."""
     file = ""
     for argument, following in zip(argv, [*argv[1:], ""], strict=True):
         name, equals, value = argument.lstrip("-").partition("=")
@@ -230,17 +215,19 @@ def _config_problem(argv: Sequence[str]) -> str:
             file = value if equals else following
     path, _, given = file.partition(":")
     if not path:
-        return ""
+        return
     try:
         get_config = runpy.run_path(path).get("get_config") if path.endswith(".py") else None
-        if get_config is None:
-            return f"--config={file}: no get_config found, accepted: a Python file that defines it"
-        value = get_config(given) if given else get_config()
+        value = get_config and (get_config(given) if given else get_config())
+    except UserError as error:
+        raise UserError(f"--config={file}: {error}") from None
     except Exception as error:
-        return f"--config={file}: {type(error).__name__}: {first_line(error)}"
+        raise UserError(f"--config={file}: {type(error).__name__}: {first_line(error)}") from None
+    if get_config is None:
+        raise UserError(f"--config={file}: no get_config found, accepted: a Python file that defines it")
     if not isinstance(value, ConfigDict):
-        return f"--config={file}: get_config returns {type(value).__name__}, accepted: an ml_collections.ConfigDict"
-    return ""
+        found = type(value).__name__
+        raise UserError(f"--config={file}: get_config returns {found}, accepted: an ml_collections.ConfigDict")
 
 
 def _overrides(argv: Sequence[str]) -> bool:

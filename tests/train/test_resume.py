@@ -121,12 +121,6 @@ def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
     assert listing(tmp_path) == before
 
 
-def test_settings_that_only_fine_tuning_reads_may_change(parts):
-    """The record of a training run has no fields of section `sft`."""
-    assert "learning.learning_rate" in parts.settings
-    assert not [name for name in parts.settings if name.startswith("sft.")]
-
-
 def test_changes_are_accepted_by_a_flag_and_recorded(parts, tmp_path, caplog):
     """With `allow_changes` the run continues, and the old config is kept with the step until which it applied."""
     trainer.train(again(parts, **{"train.steps": 1}), tmp_path)

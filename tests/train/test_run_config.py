@@ -30,18 +30,11 @@ def exported(directory, config):
     return config_of(str(directory))
 
 
-def test_the_tokenizer_of_a_moved_run_is_that_of_its_model(tmp_path):
-    """A checkpoint copied to another machine can be asked, but not exported: its tokenizer was in a cold start."""
+def test_the_tokenizer_of_a_run_is_found_from_elsewhere(tmp_path):
+    """The config's directory or hub id, else the recorded directory, else that of the initial weights."""
     (tmp_path / "model").mkdir()
-    config = from_mapping({"model": {"path": str(tmp_path / "model")}})
-    assert tokenizer_of(config, str(tmp_path / "gone")) == str(tmp_path / "model")
-    assert tokenizer_of(config, str(tmp_path)) == str(tmp_path)
-    chosen = replace(config, model=replace(config.model, tokenizer="/mine"))
-    assert tokenizer_of(chosen, str(tmp_path / "gone")) == "/mine"
-
-
-def test_the_tokenizer_that_a_run_names_is_found_from_elsewhere(tmp_path):
-    """A run with model.tokenizer=toy cannot be exported; one with a relative directory only from where it started."""
+    moved = from_mapping({"model": {"path": str(tmp_path / "model")}})
+    assert tokenizer_of(moved, str(tmp_path / "gone")) == str(tmp_path / "model")
     for name in ("recorded", "chosen"):
         (tmp_path / name).mkdir()
     recorded = str(tmp_path / "recorded")
@@ -54,29 +47,25 @@ def test_the_tokenizer_that_a_run_names_is_found_from_elsewhere(tmp_path):
     assert tokenizer_of(from_mapping({"model": {"tokenizer": "owner/name"}}), str(tmp_path / "gone")) == "owner/name"
 
 
-def test_a_run_of_the_toy_cold_start_is_named(tmp_path):
-    """An unknown key of its config.json, which does not say which directory to use."""
-    (tmp_path / "checkpoints" / "3" / "loop").mkdir(parents=True)
-    (tmp_path / "config.json").write_text(json.dumps({"exercise_rows": 1}))
-    with pytest.raises(UserError, match="a run of configs/toy_sft.py found, accepted: the directory policy/"):
-        config_of(str(tmp_path))
-
-
 def test_an_export_is_asked_as_it_was_trained(tmp_path):
-    """An exported policy would get another prompt and other budgets than it was trained with."""
+    """An export keeps method, prompt and budgets, and nothing of the training run or its machine."""
     toy = from_mapping(smoke.get_config().to_dict() | {"method": "search_r1"})
     config = exported(tmp_path / "out", toy)
     assert config.rollout == toy.rollout and config.method == "search_r1"
     assert config.data.template == "toy" and config.retrieval.topk == 2
-    # What belongs to the training run or its machine is left out.
     assert config.model == Config().model and config.data.source == "" and config.learning == Config().learning
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text("{}")
     assert config_of(str(tmp_path / "foreign")) is None
 
 
-def test_an_own_prompt_moves_with_the_export(tmp_path):
-    """The prompt's file is in the directory of the run, which the machine that serves the export does not have."""
+def test_a_prompt_file_moves_with_the_export(tmp_path, caplog):
+    """An export contains its prompt; of a prompt that is gone, or of the rows, it claims none."""
+    assert export_files(from_mapping({"data": {"template": str(tmp_path / "gone.txt")}})) == {}
+    of_rows = from_mapping({"data": {"prompt": "row", "template": str(tmp_path / "gone.txt")}})
+    config = exported(tmp_path / "rows", of_rows)
+    assert config.data.prompt == "row" and config.data.template == Config().data.template
+    assert "gone.txt" in caplog.text and "trained with the prompts of its data" in caplog.text
     prompt = tmp_path / "mine.txt"
     prompt.write_text("As a librarian: {question}\n")
     config = exported(tmp_path / "out", from_mapping({"data": {"template": str(prompt)}}))
@@ -87,26 +76,16 @@ def test_an_own_prompt_moves_with_the_export(tmp_path):
     assert (moved / PROMPT).read_text() == "As a librarian: {question}"
 
 
-def test_an_export_does_not_claim_a_prompt_it_was_not_trained_with(tmp_path, caplog):
-    """A policy trained with the prompts of its rows would be evaluated with a packaged template, without a word."""
-    of_rows = from_mapping({"data": {"prompt": "row", "template": str(tmp_path / "gone.txt")}})
-    config = exported(tmp_path / "out", of_rows)
-    assert config.data.prompt == "row" and config.data.template == Config().data.template
-    assert "trained with the prompts of its data" in caplog.text
-
-
-def test_a_prompt_that_is_gone_does_not_prevent_an_export(tmp_path, caplog):
-    """A run copied to another machine could not be exported there."""
-    assert export_files(from_mapping({"data": {"template": str(tmp_path / "gone.txt")}})) == {}
-    assert "gone.txt" in caplog.text
-
-
-def test_an_export_with_an_unknown_field_is_refused(tmp_path):
-    """The message names the file and the field."""
+def test_a_config_that_does_not_fit_is_refused(tmp_path):
+    """The message names the file, and the field or the directory to use instead."""
     exported(tmp_path / "out", Config())
     file = tmp_path / "out" / EXPORTED
     values = json.loads(file.read_text())
     file.write_text(json.dumps(values | {"rollout": values["rollout"] | {"slot": 3}}))
+    (tmp_path / "toy" / "checkpoints" / "3" / "loop").mkdir(parents=True)
+    (tmp_path / "toy" / "config.json").write_text(json.dumps({"exercise_rows": 1}))
+    with pytest.raises(UserError, match="a run of configs/toy_sft.py found, accepted: the directory policy/"):
+        config_of(str(tmp_path / "toy"))
     with pytest.raises(UserError, match=r"psearch.json: config.rollout: unknown key 'slot'; did you mean 'slots'"):
         config_of(str(tmp_path / "out"))
 
@@ -114,36 +93,14 @@ def test_an_export_with_an_unknown_field_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("mesh", "devices", "expected", "trained"),
     [
-        ({"fsdp": 2, "rollout_devices": 2}, 4, MeshSection(), MeshSection(fsdp=2, rollout_devices=2)),
-        (
-            {"tensor": 2, "rollout_devices": 4, "rollout_tensor": 4},
-            8,
-            MeshSection(tensor=4),
-            MeshSection(tensor=2, rollout_devices=4, rollout_tensor=4),
-        ),
-        ({"rollout_devices": 6}, 4, MeshSection(), MeshSection()),
         ({"rollout_tensor": 4}, 8, MeshSection(tensor=4), MeshSection(rollout_tensor=4)),
         ({"rollout_tensor": 4}, 2, MeshSection(), MeshSection()),
-        ({"data": 2, "rollout_tensor": 4}, 4, MeshSection(tensor=4), MeshSection()),
-        (
-            {"rollout_devices": 2, "rollout_tensor": 2},
-            6,
-            MeshSection(tensor=2),
-            MeshSection(rollout_devices=2, rollout_tensor=2),
-        ),
-        (
-            {"rollout_devices": 3, "rollout_tensor": 3},
-            6,
-            MeshSection(tensor=3),
-            MeshSection(rollout_devices=3, rollout_tensor=3),
-        ),
         ({"data": 2, "fsdp": 2}, 8, MeshSection(), MeshSection()),
         ({"data": 2, "fsdp": 2, "tensor": 2}, 8, MeshSection(2, 2, 2), MeshSection(2, 2, 2)),
     ],
 )
 def test_the_mesh_of_a_run(tmp_path, monkeypatch, mesh, devices, expected, trained):
-    """A run with devices that only sample, or another `tensor` for the sampler, could not be evaluated on the machine
-    that trained it, or its replay would train on other devices."""
+    """A policy is evaluated with the sampler's `tensor`; a mesh that does not fit the devices is the default one."""
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     monkeypatch.setattr(run_config, "find_checkpoint", lambda path: path / "checkpoints" / "1")
     (tmp_path / "checkpoints").mkdir()
@@ -153,7 +110,7 @@ def test_the_mesh_of_a_run(tmp_path, monkeypatch, mesh, devices, expected, train
 
 
 def test_an_export_stops_where_the_policy_stops(tiny_tokenizer):
-    """A base model's files name only its end of text: other programs would generate past the end of the answer."""
+    """An export names all stop tokens of the tokenizer, after those of the base model."""
     stops = tiny_tokenizer.stop_ids
     first = max(stops)
     shape = exported_shape(replace(next(iter(PRESETS.values())), eos_ids=(first,)), tiny_tokenizer)
