@@ -203,11 +203,6 @@ class RolloutSection:
         "Runs the searches of one yield while the other rows decode, and inserts the passages at the next yield. "
         "Useful when searching is slow: over HTTP, or in a large index.",
     )
-    deduplicate: bool = setting(
-        False,
-        "A passage that several sub-queries of a search return is shown once; the later ones refer to it. The saved "
-        "tokens go to other passages.",
-    )
     initial_search: bool = setting(False, "Searches for the question itself before the first sampled token.")
     unfinished: Literal["train", "mask", "penalise"] = setting(
         "train",

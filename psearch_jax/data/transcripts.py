@@ -56,17 +56,16 @@ class Observations:
     """How passages are rendered, from config section `rollout`."""
 
     tokens: int  # budget of one observation
-    deduplicate: bool = False
 
     @classmethod
     def of(cls, rollout: RolloutSection) -> Observations:
-        return cls(rollout.obs_tokens, rollout.deduplicate)
+        return cls(rollout.obs_tokens)
 
     def rendered(
         self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], encode: Callable[[str], list[int]]
     ) -> list[int]:
         """The token ids that `render_observation` makes of the passages of one search."""
-        return render_observation(queries, passages, encode, self.tokens, self.deduplicate)
+        return render_observation(queries, passages, encode, self.tokens)
 
 
 def encode_transcript(

@@ -426,8 +426,7 @@ class RolloutScheduler:
     def _observation(self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], length: int) -> list[int]:
         room = self.settings.context_tokens - length - 1
         budget = max(tags.MIN_OBSERVATION_TOKENS, min(self.settings.obs_tokens, room))
-        encode, settings = self.parts.tokenizer.encode_foreign, self.settings
-        return tags.render_observation(queries, passages, encode, budget, settings.deduplicate)
+        return tags.render_observation(queries, passages, self.parts.tokenizer.encode_foreign, budget)
 
     def _append(self, continuations: Sequence[_Continuations], lengths: Mapping[int, int] | np.ndarray) -> None:
         """Appends every process's chunks to their rows, which hold `lengths` tokens, and starts their next turns."""

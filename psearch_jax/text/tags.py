@@ -32,7 +32,6 @@ CORRECTIVE_MESSAGE = "\nNo search and no answer was found. Search or answer, wit
 # The two tags of an observation and their line ends are 30 bytes, so at most 30 tokens in any byte-level vocabulary.
 MIN_OBSERVATION_TOKENS = 32
 NOTHING_FOUND = "nothing found"
-SEE_ABOVE = "see above"  # in place of a passage that an earlier sub-query has shown
 HEADER_CHARACTERS = 120  # a sub-query can be as long as a turn; its header stays one short line
 
 _TAG_NAMES = "think|search|information|answer"
@@ -114,7 +113,6 @@ def render_observation(
     passages: Sequence[Sequence[Passage]],
     encode: Callable[[str], list[int]],
     budget_tokens: int,
-    deduplicate: bool = False,
 ) -> list[int]:
     """Render the passages of one search as at most `budget_tokens` token ids, tags and headers included.
 
@@ -127,17 +125,15 @@ def render_observation(
       passages: Q rankings, best first.
       encode: text -> token ids without control tokens (`Tokenizer.encode_foreign`).
       budget_tokens: at least `MIN_OBSERVATION_TOKENS`, else `UserError`.
-      deduplicate: replace a passage that an earlier sub-query has already shown completely by a reference to it.
     """
     check_observation_budget(budget_tokens)
     opening, closing = encode(f"\n{INFORMATION_OPEN}\n"), encode(f"{INFORMATION_CLOSE}\n")
     left = budget_tokens - len(opening) - len(closing)
     labelled = len(queries) > 1
     body: list[int] = []
-    shown: set[tuple[str, str]] = set()  # title and text
     for i, (query, ranking) in enumerate(zip(queries, passages, strict=True)):
         share = left // (len(queries) - i)
-        block = _render_block(query if labelled else None, ranking, encode, share, shown if deduplicate else None)
+        block = _render_block(query if labelled else None, ranking, encode, share)
         body += block
         left -= len(block)
     return opening + body + closing
@@ -149,19 +145,9 @@ def check_observation_budget(budget_tokens: int, name: str = "budget_tokens") ->
         raise UserError(f"{name}: {budget_tokens} found, at least {MIN_OBSERVATION_TOKENS} accepted")
 
 
-def _render_block(
-    query: str | None,
-    ranking: Sequence[Passage],
-    encode: Callable,
-    share: int,
-    shown: set[tuple[str, str]] | None,
-) -> list[int]:
-    """The tokens of one sub-query: its header (unless None) and its passages, at most `share` tokens.
-
-    Args:
-      shown: passages to refer to instead of repeating them; those that this block shows completely are added.
-    """
-    lines = [_passage_line(p, (p.title, p.text) in (shown or ())) for p in ranking] or [(NOTHING_FOUND, NOTHING_FOUND)]
+def _render_block(query: str | None, ranking: Sequence[Passage], encode: Callable, share: int) -> list[int]:
+    """The tokens of one sub-query: its header (unless None) and its passages, at most `share` tokens."""
+    lines = [_passage_line(p) for p in ranking] or [(NOTHING_FOUND, NOTHING_FOUND)]
     block: list[int] = []
     if query is not None:
         title_cost = len(encode(f"{lines[0][0]}\n"))
@@ -177,20 +163,12 @@ def _render_block(
                 block += _encode_cut(line, "\n", encode, room)
             break
         block += tokens
-        if shown is not None and ranking:
-            shown.add((ranking[rank].title, ranking[rank].text))
     return block
 
 
-def _passage_line(passage: Passage, refer: bool) -> tuple[str, str]:
-    """(title part, full line) of a passage; a title is not repeated if the text begins with it.
-
-    Args:
-      refer: whether to refer to the passage instead of giving its text.
-    """
+def _passage_line(passage: Passage) -> tuple[str, str]:
+    """(title part, full line) of a passage; a title is not repeated if the text begins with it."""
     title = escape_tags(" ".join(passage.title.split()))
-    if refer:
-        return (f"({title})", f"({title}) {SEE_ABOVE}") if title else (SEE_ABOVE, SEE_ABOVE)
     text = escape_tags(" ".join(passage.text.split()))
     if not title or re.match(rf"{re.escape(title)}(?!\w)", text):
         return title, text

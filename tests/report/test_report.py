@@ -209,19 +209,15 @@ def test_sub_queries_stand_beside_their_own_passages():
     queries = ("who: a", "what b", "c")
     passages = ((Passage("1", "One", "first"), Passage("2", "Two", "second")), (), (Passage("3", "", "third"),))
 
-    def written(budget: int, label: bool = True, n: int = 3) -> list[list[str]]:
-        ids = tags.render_observation(queries[:n], passages[:n], lambda text: list(text.encode()), budget, label)
+    def written(budget: int, n: int = 3) -> list[list[str]]:
+        ids = tags.render_observation(queries[:n], passages[:n], lambda text: list(text.encode()), budget)
         return passage_lines(bytes(ids).decode(), queries[:n], [len(f) for f in passages[:n]])
 
     complete = [["(One) first", "(Two) second"], ["nothing found"], ["third"]]
-    assert written(400) == written(400, label=False) == complete
+    assert written(400) == complete
     assert written(400, n=1) == complete[:1]
     cut = written(90)
     assert cut[0] == ["(One) first"] and cut[2] == ["third"]
-    again = (passages[0], passages[0], passages[2])
-    ids = tags.render_observation(queries, again, lambda text: list(text.encode()), 400, deduplicate=True)
-    references = ["(One) see above", "(Two) see above"]
-    assert passage_lines(bytes(ids).decode(), queries, [2, 2, 1]) == [complete[0], references, ["third"]]
     assert passage_lines(None, queries, [2, 0, 1]) == [[], [], []]
 
 

@@ -116,22 +116,6 @@ def test_one_query_per_search(tiny_tokenizer, sampler, params, service):
     assert t.turns[0].queries == ("Ada Lovelace born",) and counting.calls == [["Ada Lovelace born"]]
 
 
-def test_a_rollout_can_show_a_passage_once(tiny_tokenizer, sampler, params, service):
-    """The option would not reach the sampler: the saved tokens would be those of a transcript only."""
-    im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
-    search = "<think> a </think> <search> Ada Lovelace ## Ada Lovelace born </search>"
-    script = say(tiny_tokenizer, search, ANSWER, im_end)
-    texts = []
-    for once in (False, True):
-        rollout = rollout_section(context_tokens=400, obs_tokens=200, deduplicate=once)
-        (t,) = collect(sampler, tiny_tokenizer, params, [script], rollout, service)
-        best = [ranking[0].id for ranking in t.turns[0].passages]
-        assert best[0] == best[1], "metrics see the passages of every sub-query"
-        texts.append(tiny_tokenizer.decode(t.ids[~t.mask]))
-    first = t.turns[0].passages[0][0].text
-    assert [text.count(first) for text in texts] == [2, 1] and tags.SEE_ABOVE in texts[1]
-
-
 def test_every_end_has_its_name(tiny_tokenizer, sampler, params, service):
     """A wrong status would train on a truncated rollout as a finished one, or reward a search that never ran."""
     encode = tiny_tokenizer.encode_foreign

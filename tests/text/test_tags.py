@@ -174,29 +174,6 @@ def test_observation_of_several_queries(tiny_tokenizer):
     assert text.count("long") == 24 and BARO.text in text and HARBOR.text in text
 
 
-def test_a_passage_of_several_sub_queries_is_shown_once(tiny_tokenizer):
-    """A repeated passage would cost the tokens of others; a reference to a passage that was cut would lead nowhere."""
-    untitled = Passage("9", "", "No title here.")
-    queries, passages = ["a", "b", "c"], [[BARO, untitled], [HARBOR, BARO], [untitled, BARO]]
-    options = {"budget_tokens": 900, "deduplicate": True}
-    _, text = show(tiny_tokenizer, queries, passages, **options)
-    assert text == (
-        "\n<information>\na:\nBaro Quill was born in 1943.\nNo title here.\n"
-        "b:\n(Red Harbor) A film directed by Zed Moor.\n(Baro Quill) see above\n"
-        "c:\nsee above\n(Baro Quill) see above\n</information>\n"
-    )
-    ids, repeated = show(tiny_tokenizer, queries, passages, budget_tokens=900)
-    assert repeated.count(BARO.text) == 3 and "see above" not in repeated
-    _, text = show(tiny_tokenizer, ["a", "b"], [[LONG], [LONG]], budget_tokens=200, deduplicate=True)
-    assert "see above" not in text and text.count("(Long Story)") == 2, "neither sub-query had room for all of it"
-    same_title = Passage("8", BARO.title, "Baro Quill lived in Oslo.")
-    _, text = show(tiny_tokenizer, ["a", "b"], [[BARO], [same_title]], **options)
-    assert "Oslo" in text, "another passage of the same article"
-    assert show(tiny_tokenizer, ["a"], [[BARO, HARBOR]], **options) == show(
-        tiny_tokenizer, ["a"], [[BARO, HARBOR]], budget_tokens=900
-    )
-
-
 def test_titles_are_recognised_as_whole_words(tiny_tokenizer):
     """A title that is only the start of a longer word would be left out; an empty one would leave empty brackets."""
     passages = [Passage("1", "Baro", "Baron is a title."), Passage("2", "", "No title."), Passage("3", "T", "")]
@@ -245,12 +222,10 @@ def test_extreme_budgets(vocabulary, request):
     for queries in (["q"], [f"Baro Quill {i}" for i in range(8)], [f"{i} {long_query}" for i in range(8)]):
         for passage in (BARO, LONG, Passage("4", "title " * 100, "東京🙂" * 100)):
             for budget in (MIN_OBSERVATION_TOKENS, 48, 60, 1000):
-                for once in (False, True):
-                    rankings = [[passage] * 3] * len(queries)
-                    ids, text = show(tokenizer, queries, rankings, budget_tokens=budget, deduplicate=once)
-                    assert len(ids) <= budget
-                    assert text.startswith("\n<information>\n") and text.endswith("\n</information>\n")
-                    assert "\ufffd" not in text
+                ids, text = show(tokenizer, queries, [[passage] * 3] * len(queries), budget_tokens=budget)
+                assert len(ids) <= budget
+                assert text.startswith("\n<information>\n") and text.endswith("\n</information>\n")
+                assert "\ufffd" not in text
     with pytest.raises(UserError, match="31"):
         show(tokenizer, ["q"], [[BARO]], budget_tokens=MIN_OBSERVATION_TOKENS - 1)
 
