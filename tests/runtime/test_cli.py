@@ -82,7 +82,7 @@ def program(tmp_path_factory):
         ("--n=many", "flags_only: flag --n=many: invalid literal for int() with base 10: 'many'"),
         ("--m=2", "flags_only: Unknown command line flag 'm'"),
         ("file", "flags_only: 'file' found, accepted: flags only"),
-        ("--config=nope.py", "No such file or directory: 'nope.py'"),
+        ("--config=nope.py", "flags_only: --config=nope.py: FileNotFoundError: [Errno 2] No such file or directory"),
         ("--config=broken.py", "flags_only: --config=broken.py: ValueError: unknown key 'rolout'"),
         ("--config=config.py --config.size.row=1", "unknown field 'row' Did you mean \"rows\""),
         (

@@ -373,7 +373,7 @@ def on_host(abstract: nnx.State) -> nnx.State:
     return _on_device(abstract, device)
 
 
-def _on_device(abstract: nnx.State, device: jax.Device) -> nnx.State:
+def _on_device(abstract: nnx.State, device: Any) -> nnx.State:
     return jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(device), abstract)
 
 
