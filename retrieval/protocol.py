@@ -110,7 +110,7 @@ class Retriever(Protocol):
 
             corpus          the name of the index directory or corpus file
             corpus_sha256   the digest of its jsonl file, the same in process and from a server
-            ranking_sha256  a digest of what ranks its passages: encoder, search tree, reranker
+            ranking_sha256  a digest of what ranks its passages: encoder and search tree
             rows            its number of passages
 
         Raises `RetrievalError` when no server can be reached.
@@ -119,7 +119,7 @@ class Retriever(Protocol):
 
 
 class Ranker(Protocol):
-    """Ranks the rows of one corpus for a query: vectors with ScaNN, BM25, or several of them fused."""
+    """Ranks the rows of one corpus for a query: vectors with ScaNN, or BM25."""
 
     @property
     def rows(self) -> int:

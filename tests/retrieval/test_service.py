@@ -18,7 +18,7 @@ from retrieval.service import RetrievalService
 
 
 def test_service_finds_the_passage_among_look_alikes():
-    """Shared name words, or the question's own words, that outweigh the title: the right passage is missing."""
+    """Among passages with shared name words, each is first for its own name, in any template."""
     service = RetrievalService.from_corpus(people())
     for template in ("{} born", "When was {} born?", "birthplace of {}"):
         rankings = service.search([template.format(p.title) for p in people()], 3)
@@ -27,7 +27,7 @@ def test_service_finds_the_passage_among_look_alikes():
 
 
 def test_title_outweighs_a_mention():
-    """A query for a name that returns a passage mentioning it before the passage about it."""
+    """The passage about a name precedes one that mentions it."""
     passages = [
         Passage("mention", "Red Harbor", "Baro Quill directed it."),
         Passage("subject", "Baro Quill", "A painter of the far north who lived in Veldt until the great fire."),
@@ -37,7 +37,7 @@ def test_title_outweighs_a_mention():
 
 
 def test_service_searches_once_per_batch():
-    """Repeated sub-queries searched again, or a batch cut into several ScaNN calls."""
+    """A batch is one search of its distinct, uncached, non-empty queries."""
     service = RetrievalService.from_corpus(people())
     batch = ["Baro Quill born", " Baro  Quill\tborn ", "", "  ", "Lena Wend", "Baro Quill born"]
     rankings = service.search(batch, 2)
@@ -51,7 +51,7 @@ def test_service_searches_once_per_batch():
 
 
 def test_cache_hit_equals_miss():
-    """A cached answer that differs from a searched one in a score's last bit, in order, or in k."""
+    """Cached answers equal searched ones, for every k."""
     cached, uncached = RetrievalService.from_corpus(people()), RetrievalService.from_corpus(people(), cache_size=0)
     queries = [f"{p.title} born" for p in people()[:50]]
     cached.search(queries[::2], 3)
@@ -62,14 +62,14 @@ def test_cache_hit_equals_miss():
 
 
 def test_cached_answers_are_not_shared():
-    """A caller that shortens its list of passages would change what later callers get."""
+    """A caller may change its list of passages without changing what later callers get."""
     service = RetrievalService.from_corpus(people())
     service.search(["Baro Quill"], 3)[0].clear()
     assert len(service.search(["Baro Quill"], 3)[0]) == 3
 
 
 def test_cache_keeps_the_most_recently_used():
-    """A cache that grows without bound, or evicts recently used queries."""
+    """The cache holds the most recently used queries."""
     service = RetrievalService.from_corpus(people(), cache_size=2)
     for query in ("Baro Quill", "Lena Wend", "Baro Quill", "Zora Crane", "Baro Quill", "Lena Wend"):
         service.search([query], 3)
@@ -77,7 +77,7 @@ def test_cache_keeps_the_most_recently_used():
 
 
 def test_the_cache_is_bounded_in_bytes():
-    """Answers to long queries, limited only by number, would take gigabytes in a run of days."""
+    """The cache is bounded in bytes, too."""
     service = RetrievalService.from_corpus(people(), cache_bytes=2**20)
     service.search(["Baro Quill"], 3)
     tracemalloc.start()
@@ -103,13 +103,13 @@ class RustTokens:
 
 
 def test_half_surrogates_reach_no_tokenizer():
-    """Half a surrogate pair from the model, which JSON can carry, makes tokenizers raise: the search would fail."""
+    """Half a surrogate pair from the model, at which tokenizers raise, is replaced before the search."""
     service = RetrievalService(RustTokens(), people())
     assert [len(row) for row in service.search(["\ud800 Baro", "Baro \udfff Quill"], 2)] == [2, 2]
 
 
 def test_queries_of_any_kind():
-    """Model output (control characters, half surrogates, huge texts, unknown words) that raises inside a rollout."""
+    """No query raises: control characters, half surrogates, huge texts, unknown words."""
     service = RetrievalService.from_corpus(people())
     rankings = service.search(["\x00", "\ud800 Baro Quill", "word " * 20_000, "## ##", "zzyzx", "東京"], 3)
     assert [bool(row) for row in rankings] == [False, True, False, False, False, False]
@@ -119,14 +119,14 @@ def test_queries_of_any_kind():
 
 
 def test_scores_are_rounded_and_ordered():
-    """Scores with float noise that makes replays differ, or the worst passage first."""
+    """Scores are rounded, and the best passage is first."""
     (row,) = RetrievalService.from_corpus(people()).search(["Baro Quill born"], 8)
     scores = [p.score for p in row]
     assert scores == sorted(scores, reverse=True) and all(s == round(s, 4) for s in scores)
 
 
 def test_mismatched_parts_are_refused():
-    """An index served with another corpus or encoder: every answer would be a wrong passage."""
+    """An index with another corpus or encoder is refused."""
     encoder = HashingEncoder(256)
     index = ScannIndex.from_vectors(encode_corpus(people(), encoder))
     with pytest.raises(CorpusError, match="320 rows"):
@@ -138,7 +138,7 @@ def test_mismatched_parts_are_refused():
 
 
 def test_real_questions_and_passages(shared_data, tmp_path):
-    """Real passages (accents, brackets, long texts) not found by their titles, or rarely by real questions."""
+    """Real passages are found by their titles, and mostly by real questions."""
     path = shutil.copyfile(shared_data / "hotpotqa100" / "corpus.jsonl", tmp_path / "corpus.jsonl")
     service, corpus = RetrievalService.from_corpus(path), MemoryMappedCorpus(path)
     queries = [" ".join([p.title, *p.text.split()[:6]]) for p in corpus]

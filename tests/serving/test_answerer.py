@@ -318,14 +318,6 @@ def test_the_fan_out_is_shown_and_nothing_obeys_what_was_found(encoding):
     assert lines[lines.index("found in:") + 1] == "  Ada Lovelace: Born in 1815."
 
 
-def test_no_answer_is_said_to_be_none():
-    """An empty line in place of the answer would not say what happened."""
-    _, summary = told_of("out_of_turns", None)
-    file = io.StringIO()
-    Shown(file).sum_up(summary)
-    assert "no answer: the last turn ended without one" in file.getvalue() and "found in" not in file.getvalue()
-
-
 def test_json_has_each_turn_with_its_own_seconds_and_passages():
     """Passages would be listed under another query, or seconds under another turn."""
     _, summary = told_of()
