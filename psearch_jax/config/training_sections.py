@@ -159,7 +159,6 @@ class TrainSection:
         at_least=0,
     )
     keep_checkpoints: int = free(3, "Number of newest checkpoints to keep.", at_least=1)
-    keep_every_steps: int = free(0, "Also keeps the checkpoints at multiples of this step; 0: none.", at_least=0)
     trajectories_per_step: int = free(64, "Rollouts written to trajectories/ at each step.", at_least=0)
     record_rollouts: bool = free(
         False, "Writes all rollouts, with everything that learning reads of them, to rollouts/."

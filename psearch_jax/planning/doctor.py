@@ -246,9 +246,7 @@ def check_disk(config: Config, plan: Plan, workdir: str) -> str:
     if is_remote(workdir):
         return f"{workdir} is an object store"
     directory = _existing(workdir)
-    train = config.train
-    count = train.keep_checkpoints + 1  # a new one is written before the oldest is removed
-    count += train.steps // train.keep_every_steps if train.keep_every_steps else 0
+    count = config.train.keep_checkpoints + 1  # a new one is written before the oldest is removed
     written = len(list((Path(workdir) / "checkpoints").glob("[0-9]*")))
     count = max(1, count - written)
     free, needed = shutil.disk_usage(directory).free, plan.checkpoint_bytes * count

@@ -60,9 +60,7 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
     started, epoch = time.monotonic(), run.batches.steps_per_epoch
     with ExitStack() as closers:
         closers.enter_context(run.stop.heard())
-        checkpoints = Checkpoints(
-            workdir / "checkpoints", config.train.keep_checkpoints, config.train.keep_every_steps
-        )
+        checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)
         closers.enter_context(closing(checkpoints))
         step, state = _resume(run, checkpoints, workdir, allow_changes)
         if processes.first():

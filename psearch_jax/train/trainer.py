@@ -76,7 +76,7 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
 def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> dict[str, Any]:
     config, started = run.config, time.monotonic()
     make_writable(workdir)  # fail now rather than at the first save
-    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints, config.train.keep_every_steps)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)
     closers.enter_context(closing(checkpoints))
     start = Start()
     if checkpoints.latest() is not None:

@@ -120,11 +120,10 @@ class Checkpoints(Saving):
     Args:
       directory: `WORKDIR/checkpoints`.
       keep: how many of the newest are kept.
-      keep_every: steps that are multiples of this are kept as well; 0: none.
     """
 
-    def __init__(self, directory: str | Path, keep: int = 3, keep_every: int = 0):
-        super().__init__(absolute(directory), max_to_keep=keep, keep_period=keep_every or None)
+    def __init__(self, directory: str | Path, keep: int = 3):
+        super().__init__(absolute(directory), max_to_keep=keep)
 
     def save(self, step: int, state: TrainState, loop: Mapping[str, Any]) -> None:
         """Starts to save the state after `step` completed steps. `loop` must be JSON-ready.
