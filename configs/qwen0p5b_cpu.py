@@ -5,7 +5,7 @@
         --config.data.source=TRAIN --config.retrieval.corpus=CORPUS.jsonl --workdir=runs/qwen0p5b_cpu
 
 A model of this size needs the cold start: sampled at temperature 1, the published weights end most rollouts without an
-action. docs/real.md reports the time per step and the results. The same config runs on a small GPU.
+action. docs/results.md reports the time per step and the results. The same config runs on a small GPU.
 """
 
 from ml_collections import ConfigDict

@@ -5,7 +5,7 @@
 
 Policy and critic have 7B parameters each: run launch/plan.py for your machine first (docs/scale.md); for eight H100
 there are settings in configs/machines/. With PPO, the toy policy learned when to split with a decomposition bonus of
-0.5, but not with the 0.15 used here (docs/earlier_experiments.md).
+0.5, but not with the 0.15 used here (docs/notes.md).
 """
 
 from ml_collections import ConfigDict
