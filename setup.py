@@ -18,9 +18,9 @@ EXTRAS = {
     "cuda12": ["jax[cuda12]"],
     "tpu": ["jax[tpu]"],
     "gcs": ["gcsfs>=2025.2"],  # for run directories, evaluations, exports and questions at gs://
-    # The libraries that `launch/bench.py retrieval` compares with. `rollout` and `update` compare with torch and trl,
-    # which you install yourself, because they may bring gigabytes of CUDA libraries.
-    "bench": ["faiss-cpu>=1.9", "bm25s>=0.2.6", "numba>=0.61", "tantivy>=0.22", "matplotlib>=3.9"],
+    # The libraries that `launch/bench.py retrieval` compares with. `rollout`, `update` and `step` compare with torch,
+    # which you install yourself, because it may bring gigabytes of CUDA libraries.
+    "bench": ["faiss-cpu>=1.9", "bm25s>=0.2.6", "numba>=0.61"],
     "docs": DOCS,
     "test": [
         *DOCS,
@@ -37,11 +37,8 @@ EXTRAS = {
         "gcp-storage-emulator>=2026",
         "bm25s>=0.2.6",  # the reference for BM25
         "faiss-cpu>=1.9",  # writes the flat index that build_index reads
-        "matplotlib>=3.9",  # plots benchmark results
         "nbclient>=0.10",  # runs the notebook
         "ipykernel>=6",
-        "pyyaml>=6",
-        "check-jsonschema>=0.28",
         "selenium>=4.20",  # opens reports in Chromium, if installed
         "jax[tpu]",  # libtpu: compiles for TPU topologies on any machine
         # The reference of the parity tests, which are skipped without it. On other Python versions than 3.11 it may
@@ -125,7 +122,7 @@ setup(
         "huggingface-hub>=0.34",
         "ml-collections>=1.0",
         "numpy>=2.0",
-        "scipy>=1.13",
+        "scipy>=1.15",
         "pyarrow>=16",
         "tensorboardX>=2.6",
         "tqdm>=4.66",

@@ -68,7 +68,7 @@ def compare_vectors(rows: int, dimensions: int, has_faiss: bool) -> Iterator[dic
         index = tune(ScannIndex.from_vectors(vectors, tree_settings(rows, dimensions)), queries, truth, TARGET)
     methods: dict[str, Search] = {"this project": lambda q: index.search(q, K)[0]}
     if has_faiss:
-        methods |= {"faiss IVF-Flat": faiss_ivf(vectors, recall_of), "faiss HNSW": faiss_hnsw(vectors, recall_of)}
+        methods["faiss IVF-Flat"] = faiss_ivf(vectors, recall_of)
     for name, search in methods.items():
         yield measure(name, lambda search=search: search(queries), exact["seconds"], recall=recall_of(search))
     parts = np.split(queries, np.cumsum(groups)[:-1])
@@ -104,19 +104,6 @@ def faiss_ivf(vectors: np.ndarray, recall_of: Callable[[Search], float]) -> Sear
     index.train(vectors)
     index.add(vectors)
     for index.nprobe in sorted({min(leaves, math.ceil(1.3**step)) for step in range(40)}):
-        if recall_of(lambda q: index.search(q, K)[1]) >= TARGET:
-            break
-    return lambda q: index.search(q, K)[1]
-
-
-def faiss_hnsw(vectors: np.ndarray, recall_of: Callable[[Search], float]) -> Search:
-    """The smallest search width that reaches `TARGET`."""
-    import faiss
-
-    index = faiss.IndexHNSWFlat(vectors.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = 64
-    index.add(vectors)
-    for index.hnsw.efSearch in (math.ceil(8 * 1.4**step) for step in range(16)):
         if recall_of(lambda q: index.search(q, K)[1]) >= TARGET:
             break
     return lambda q: index.search(q, K)[1]

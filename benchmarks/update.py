@@ -2,7 +2,7 @@
 
 Both have the same weights, rows, loss and optimizer, and run alternately on one machine: compare the ratios. `equal`
 is 32 rows of 640 tokens in two micro-batches; `ragged` is 64 rows in four, with the lengths of the ragged rollouts.
---rows scales both. Padding is not counted. The contender `padded` is this project with one row per trajectory. With
+--rows scales both. Padding is not counted. With
 --model, LoRA adapters are trained on the frozen weights, in micro-batches of one row, without the peer.
 """
 
@@ -61,7 +61,7 @@ def compare(
     """A line for each contender. Loss and gradient norm of their first updates are checked to be equal."""
     config = make_config(len(masks), max(map(len, masks)), dtype, adapters is not None)
     ours = Update(config, model, params, masks, adapters)
-    contenders = {timing.OURS: ours.run, "padded": Update(config, model, params, masks, adapters, pack=False).run}
+    contenders = {timing.OURS: ours.run}
     if with_peer:
         from benchmarks.peers import TorchUpdate, torch_model
 
@@ -95,10 +95,9 @@ class Update:
         params: Any,
         masks: Sequence[np.ndarray],
         adapters: nnx.State | None = None,
-        pack: bool = True,
     ):
         trained, base = (params, None) if adapters is None else (adapters, params)
-        self._learner, self._state = make_learner(config, model, trained, base, pack)
+        self._learner, self._state = make_learner(config, model, trained, base)
         batch = make_batch(masks, model.vocab_rows)
         # Old policy and reference differ a little from the policy.
         noise = 0.01 * np.random.default_rng(1).standard_normal(batch.mask.shape).astype(np.float32) * batch.mask
@@ -110,13 +109,11 @@ class Update:
         return metrics
 
 
-def make_learner(
-    config: Config, model: DecoderConfig, params: Any, base: Any = None, pack: bool = True
-) -> tuple[Learner, TrainState]:
+def make_learner(config: Config, model: DecoderConfig, params: Any, base: Any = None) -> tuple[Learner, TrainState]:
     """The learner of a config on one device, and a train state with copies of the parameters."""
     optimizer = make_optimizer(config.learning, 10)
     mesh = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
-    learner = programs.make_learner(config, model, mesh, optimizer, model.vocab_rows, base, pack)
+    learner = programs.make_learner(config, model, mesh, optimizer, model.vocab_rows, base)
     return learner, init_state(jax.tree.map(lambda x: x.copy(), params), optimizer, mesh)
 
 
@@ -134,11 +131,9 @@ def make_config(
     return from_mapping({"model": model, "rollout": {"context_tokens": longest}, "learning": learning})
 
 
-def make_adapters(model: DecoderConfig, zero: bool = False) -> nnx.State:
-    """Adapters whose matrices both get a gradient (b starts nonzero); with `zero`, adapters that change nothing."""
+def make_adapters(model: DecoderConfig) -> nnx.State:
+    """Adapters whose matrices both get a gradient (b starts nonzero)."""
     rng, adapters = np.random.default_rng(3), lora.init_adapters(model, LORA, 0)
-    if zero:
-        return adapters
     flat = dict(nnx.to_flat_state(adapters))
     for path, variable in flat.items():
         if path[-1].endswith("_b"):

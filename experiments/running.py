@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def run_all(
                 if run not in record["runs"]:
                     print(f"{run}: {file.name}", file=sys.stderr, flush=True)
                     record["runs"][run] = make_run(experiment, arm, work, path, starts[i], seed, steps)
-                    write_atomically(file, as_text(record))
+                    write_atomically(file, json.dumps(record, indent=1) + "\n")
     return record
 
 
@@ -74,18 +74,6 @@ def read_record(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{file}: not found; accepted: a file that launch/experiment.py wrote")
     return read_json(file)
-
-
-def as_text(record: Mapping[str, Any]) -> str:
-    """The record as JSON with one line per arm and per run, so that a new run adds one line."""
-    parts = []
-    for key, value in record.items():
-        text = json.dumps(value)
-        if key in ("arms", "runs") and value:
-            lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
-            text = f"{{\n{lines}\n }}"
-        parts.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def open_record(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]) -> dict[str, Any]:

@@ -78,13 +78,13 @@ def with_passages(config: Config, closed_world: list[bool]) -> Config:
 
 def check_gold(config: Config, benchmarks: dict[str, list[Question]]) -> None:
     """Raises `UserError` if --gold_passages does not fit the method or the questions."""
-    from psearch_jax.eval.gold import titles_of
+    from psearch_jax.eval.gold import needed_passages
 
     if not with_method(config).rollout.initial_search:
         raise UserError(f"--gold_passages: found with method {config.method}, accepted: a method that reads passages")
     for questions in benchmarks.values():
         for question in questions:
-            titles_of(question)
+            needed_passages(question)
 
 
 def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: float) -> tuple[dict[str, list[str]], str]:

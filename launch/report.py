@@ -18,26 +18,18 @@ HTML = flags.DEFINE_string("html", None, "File for the page; default: report.htm
 
 
 def main(argv: list[str]) -> None:
-    from psearch_jax.eval.evaluate import read_scores
-    from psearch_jax.eval.tables import paired_table
-    from psearch_jax.report import page, tables
+    from psearch_jax.report import page
     from psearch_jax.report.runs import read_runs
 
     runs = read_runs(argv[1:])
-    if runs[0].trained:
-        for run in runs:
-            if not run.summary:
-                print(f"{run.directory}: not finished; it is in the page, but not in the tables", file=sys.stderr)
-            elif not run.summary.get("after"):
-                print(f"{run.directory}: has no validation questions, so it is not in the tables", file=sys.stderr)
-        finished = [(run.name, run.summary) for run in runs if run.summary.get("after")]
-        if finished:
-            print(tables.before_and_after(finished[0][1]) if len(runs) == 1 else tables.side_by_side(finished))
-    elif len(runs) == 1:
-        print((runs[0].directory / "results.md").read_text(encoding="utf-8"), end="")
-    else:
-        first, *others = ((run.name, read_scores(run.directory)) for run in runs)
-        print("\n\n".join(paired_table(first, other) for other in others))
+    for run in runs:
+        if run.trained and not run.summary:
+            print(f"{run.directory}: not finished; it is in the page, but not in the tables", file=sys.stderr)
+        elif run.trained and not run.summary.get("after"):
+            print(f"{run.directory}: has no validation questions, so it is not in the tables", file=sys.stderr)
+    printed = page.make_tables(runs).strip()
+    if printed:
+        print(printed)
     print(f"report: {page.write_report(runs, HTML.value)}", file=sys.stderr)
 
 

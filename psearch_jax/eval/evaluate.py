@@ -55,9 +55,8 @@ def evaluate(
       temperature: 0 is greedy.
       samples: R.
     """
-    own = processes.share(questions)
     trajectories = collector.collect(
-        weights, own, samples, seed=seed, step=step, temperature=temperature, progress=progress
+        weights, processes.share(questions), samples, seed=seed, step=step, temperature=temperature, progress=progress
     )
     return processes.in_order(trajectories, samples)
 
@@ -182,15 +181,15 @@ def read_scores(out: str | Path) -> dict[str, list[Score]]:
 
 @jax.jit
 def _bit_sums(params: Any) -> jax.Array:
-    def one(x: jax.Array) -> jax.Array:
+    def sum_bits(x: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-        place = jnp.zeros(x.shape, jnp.uint32)  # row-major index; a reshape would gather a sharded array
+        index = jnp.zeros(x.shape, jnp.uint32)  # row-major; a reshape would gather a sharded array
         for axis in range(x.ndim):
             stride = math.prod(x.shape[axis + 1 :]) % 2**32
-            place += np.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+            index += np.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
-    return jnp.stack([one(x) for x in jax.tree.leaves(params)])
+    return jnp.stack([sum_bits(x) for x in jax.tree.leaves(params)])
 
 
 def policy_settings(

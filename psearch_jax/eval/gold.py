@@ -10,16 +10,15 @@ from psearch_jax.text.answers import normalise
 from psearch_jax.types import Question, UserError
 from retrieval.protocol import Passage, Retriever
 
-_LOOKED_AT = 10  # passages retrieved per title, to look for the one with that title
+DEPTH = 10  # passages retrieved per query, to look for those with a title
 
 
 class GoldPassages:
     """A retriever that returns a question's gold passages for its own text, and the retriever's results otherwise.
 
     Args:
-      retriever: looks passages up, by their title alone and with the question. All results with that title are used,
-        those that fit the question best first. Without any, as in corpora without titles, the best result for the fact
-        that names entity and value is used; without a fact, the best result for the title.
+      retriever: looks the passages up. All results with a needed title are used, those that fit the question best
+        first; without any, as in corpora without titles, one that states the fact, or else the first result.
 
     Raises:
       UserError: a question does not name the passages that it needs.
@@ -27,48 +26,41 @@ class GoldPassages:
 
     def __init__(self, retriever: Retriever, questions: Sequence[Question]):
         self._retriever = retriever
-        # By the text of a question, which two questions may share.
-        wanted = list(dict.fromkeys((q.query, title, fact) for q in questions for title, fact in _needed(q)))
-        with_question = retriever.search([f"{title} {text}" for text, title, _ in wanted], _LOOKED_AT)
-        titles = dict.fromkeys(title for _, title, _ in wanted)
-        by_title = dict(zip(titles, retriever.search(list(titles), _LOOKED_AT), strict=True))
-        facts = dict.fromkeys(fact for _, _, fact in wanted if fact)
-        queries = [f"{fact.relation} of {fact.entity}" for fact in facts]
-        by_fact = dict(zip(facts, retriever.search(queries, _LOOKED_AT) if queries else [], strict=True))
-        self._passages: dict[str, list[Passage]] = {}
-        for (text, title, fact), ranking in zip(wanted, with_question, strict=True):
-            same = [p for p in (*ranking, *by_title[title]) if normalise(p.title) == normalise(title)]
-            stating = [p for p in by_fact[fact] if _states(p, fact)][:1] if fact else []
-            known = {p.id: p for p in (*self._passages.get(text, ()), *(same or stating or by_title[title][:1]))}
-            self._passages[text] = list(known.values())
+        self._passages: dict[str, dict[str, Passage]] = {}  # by the text of a question, which two questions may share
+        for question in questions:
+            gold = self._passages.setdefault(question.query, {})
+            for title, fact in needed_passages(question):
+                queries = [f"{title} {question.query}", title]
+                queries += [f"{fact.relation} of {fact.entity}"] if fact else []
+                results = [passage for ranking in retriever.search(queries, DEPTH) for passage in ranking]
+                same = [p for p in results if normalise(p.title) == normalise(title)]
+                stating = [p for p in results if fact and states(p, fact)][:1]
+                gold |= {p.id: p for p in same or stating or results[:1]}
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """All gold passages of a question, whatever `k` is; for other queries the retriever's `k` passages."""
         others = [query for query in queries if query not in self._passages]
         rankings = dict(zip(others, self._retriever.search(others, k), strict=True)) if others else {}
-        return [self._passages.get(query) or rankings.get(query, []) for query in queries]
+        return [[*self._passages[q].values()] if q in self._passages else rankings[q] for q in queries]
 
     def describe(self) -> dict[str, Any]:
         """The retriever's own description."""
         return self._retriever.describe()
 
 
-def _states(passage: Passage, fact: Triple) -> bool:
+def states(passage: Passage, fact: Triple) -> bool:
     text = normalise(passage.text)
     return normalise(fact.entity) in text and normalise(fact.value) in text
 
 
-def titles_of(question: Question) -> list[str]:
-    """The `supporting_titles` in a question's metadata, else the entities of its evidence triples.
+def needed_passages(question: Question) -> Sequence[tuple[str, Triple | None]]:
+    """The titles of the passages that a question needs, with the facts that they state, where they are known.
+
+    They are the `supporting_titles` in its metadata, else the entities of its evidence triples.
 
     Raises:
       UserError: the question has neither.
     """
-    return list(dict.fromkeys(title for title, _ in _needed(question)))
-
-
-def _needed(question: Question) -> Sequence[tuple[str, Triple | None]]:
-    """The titles of the passages that a question needs, with the facts that they state, where they are known."""
     facts = [fact for facts in rounds_of(question) for fact in facts]
     titles = question.metadata.get("supporting_titles")
     needed = [(title, None) for title in titles] if titles else [(fact.entity, fact) for fact in facts]

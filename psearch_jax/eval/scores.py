@@ -6,14 +6,14 @@ Everything is computed from `Score`s, one per trajectory, which evaluations writ
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from psearch_jax.data.kinds import MUSIQUE_GRAPHS
 from psearch_jax.eval.plans import plan_counts
 from psearch_jax.eval.surface import looks_parallel
 from psearch_jax.runtime.metrics import mean
@@ -45,7 +45,6 @@ class Score:
     tokens: int  # sampled tokens
     context: int  # all tokens: prompt, sampled, observations
     valid_format: bool
-    graph: str | None = None  # a MuSiQue question's key in MUSIQUE_GRAPHS
     label: str | None = None  # how the question's facts depend on one another, labelled manually
     chance: float | None = None  # EM of a random guess among the question's possible answers, if known
     looks_parallel: bool = False  # by a heuristic on the question's words (surface.py)
@@ -86,7 +85,6 @@ def score(t: Trajectory) -> Score:
         tokens=sum(turn.n_sampled for turn in t.turns),
         context=len(t.ids),
         valid_format=t.well_formed,
-        graph=question.metadata.get("graph"),
         label=question.metadata.get("dependency"),
         chance=question.metadata.get("chance"),
         looks_parallel=looks_parallel(question.text),
@@ -114,17 +112,9 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
     """
     if not scores:
         return {"questions": 0}
-    figures = {
-        "em": mean(s.em for s in scores),
-        "f1": mean(s.f1 for s in scores),
-        "decomposition_ratio": mean(s.split for s in scores),
-        "searches": mean(s.searches for s in scores),
-        "sub_queries": mean(s.sub_queries for s in scores),
-        "turns": mean(s.turns for s in scores),
-        "tokens": mean(s.tokens for s in scores),
-        "context": mean(s.context for s in scores),
-        "valid_format": mean(s.valid_format for s in scores),
-    }
+    names = ("em", "f1", "searches", "sub_queries", "turns", "tokens", "context", "valid_format")
+    figures = {name: mean(getattr(s, name) for s in scores) for name in names}
+    figures["decomposition_ratio"] = mean(s.split for s in scores)
     accuracy = splitting(scores)["accuracy"]
     if accuracy is not None:
         figures["decomposition_accuracy"] = accuracy
@@ -162,8 +152,8 @@ def figures(scores: Sequence[Score], ks: Sequence[int] = ()) -> dict[str, Any]:
 
     Keys: `all` and `kinds` ({kind: ...}), each a summary with `em_interval` [low, high], `finished_by_turn`,
     `not_finite` (trajectories with non-finite logits; they count as not answered), and for every k in `ks` `pass_at`
-    and `maj_at`; `splitting`, see there; `graphs` and `labels` if questions have them; `sources`, if the questions
-    come from several sets: `all` and `kinds` of each.
+    and `maj_at`; `splitting`, see there; `labels`, if there are manual labels; `sources`, if the questions come
+    from several sets: `all` and `kinds` of each.
 
     Raises:
       ValueError: there are no scores.
@@ -172,10 +162,7 @@ def figures(scores: Sequence[Score], ks: Sequence[int] = ()) -> dict[str, Any]:
     sources = by_source(scores)
     if len(sources) > 1:
         report["sources"] = {source: _by_kind(group, ks) for source, group in sources.items()}
-    graphs = by_graph(scores)
     labelled = [s for s in scores if s.label]
-    if graphs:
-        report["graphs"] = graphs
     if labelled:
         report["labels"] = splitting(labelled, manual_labels=True)
     return report
@@ -209,30 +196,30 @@ def em_interval(scores: Sequence[Score]) -> list[float]:
     """
     if not scores:
         raise ValueError("em_interval: no scores")
-    return _interval(np.array([mean(s.em for s in group) for group in _questions(scores).values()]))
+    return bootstrap_interval(np.mean, np.array([mean(s.em for s in g) for g in group_by_question(scores).values()]))
 
 
 def pass_at(scores: Sequence[Score], k: int) -> float:
     """Unbiased pass@k: mean over questions of 1 - C(n - right, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
 
-    def one(group: Sequence[Score]) -> float:
+    def of_question(group: Sequence[Score]) -> float:
         right = sum(s.em > 0 for s in group)
         return 1 - math.comb(len(group) - right, k) / math.comb(len(group), k)
 
-    return round(mean(one(group) for group in _questions(scores).values()), DIGITS)
+    return round(mean(of_question(group) for group in group_by_question(scores).values()), DIGITS)
 
 
 def majority_at(scores: Sequence[Score], k: int) -> float:
     """EM of the most common normalised answer among the first k samples; ties go to the earliest answer."""
 
-    def one(group: Sequence[Score]) -> float:
+    def of_question(group: Sequence[Score]) -> float:
         first = [s for s in sorted(group, key=lambda s: s.sample)[:k] if s.answer is not None]
         if not first:
             return 0.0
         ((winner, _),) = Counter(s.answer for s in first).most_common(1)
         return next(s.em for s in first if s.answer == winner)
 
-    return round(mean(one(group) for group in _questions(scores).values()), DIGITS)
+    return round(mean(of_question(group) for group in group_by_question(scores).values()), DIGITS)
 
 
 # ---- the decision to split ----
@@ -262,30 +249,12 @@ def splitting(scores: Sequence[Score], manual_labels: bool = False) -> dict[str,
     right = sum(s.split for parallel, s in counted if parallel)
     return {
         "confusion": confusion,
-        "accuracy": _ratio(sum(s.split == parallel for parallel, s in counted), len(counted)),
-        "precision": _ratio(right, sum(s.split for _, s in counted)),
-        "recall": _ratio(right, sum(parallel for parallel, _ in counted)),
-        "never_split": _ratio(sum(not parallel for parallel, _ in counted), len(counted)),
-        "word_heuristic": _ratio(sum(s.looks_parallel == parallel for parallel, s in counted), len(counted)),
+        "accuracy": share_of(sum(s.split == parallel for parallel, s in counted), len(counted)),
+        "precision": share_of(right, sum(s.split for _, s in counted)),
+        "recall": share_of(right, sum(parallel for parallel, _ in counted)),
+        "never_split": share_of(sum(not parallel for parallel, _ in counted), len(counted)),
+        "word_heuristic": share_of(sum(s.looks_parallel == parallel for parallel, s in counted), len(counted)),
     }
-
-
-def by_graph(scores: Sequence[Score]) -> dict[str, dict[str, float]]:
-    """Results per MuSiQue graph, with the hops, rounds and width of the graph."""
-    rows = {}
-    for name, graph in MUSIQUE_GRAPHS.items():
-        group = [s for s in scores if s.graph == name]
-        if group:
-            rows[name] = {
-                "hops": len(graph.needs),
-                "rounds": len(graph.rounds),
-                "width": graph.width,
-                "questions": len({s.question for s in group}),
-                "em": round(mean(s.em for s in group), DIGITS),
-                "decomposition_ratio": round(mean(s.split for s in group), DIGITS),
-                "searches": round(mean(s.searches for s in group), DIGITS),
-            }
-    return rows
 
 
 # ---- two methods over the same questions ----
@@ -301,8 +270,11 @@ def paired(first: Sequence[Score], second: Sequence[Score], value: str = "em") -
     Raises:
       UserError: the two do not cover the same questions.
     """
+    from scipy import stats  # slow to import
+
     means = [
-        {key: mean(getattr(s, value) for s in group) for key, group in _questions(s).items()} for s in (first, second)
+        {key: mean(getattr(s, value) for s in group) for key, group in group_by_question(s).items()}
+        for s in (first, second)
     ]
     if means[0].keys() != means[1].keys() or not means[0]:
         only = len(means[0].keys() ^ means[1].keys())
@@ -311,29 +283,59 @@ def paired(first: Sequence[Score], second: Sequence[Score], value: str = "em") -
         )
     a = np.array(list(means[0].values()))
     b = np.array([means[1][key] for key in means[0]])
-    difference = b - a
+
+    def ratio(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            quotient = b.mean(axis) / a.mean(axis)
+        return np.where(np.isfinite(quotient), quotient, np.nan)
+
+    low, high = bootstrap_interval(np.mean, b - a)
+    ratio_low, ratio_high = bootstrap_interval(ratio, a, b)
+    options = {"permutation_type": "samples", "n_resamples": RESAMPLES, "batch": batch_rows(len(a))}
     rng = np.random.default_rng(BOOTSTRAP_SEED)
-    observed, extreme = abs(difference.mean()) - 1e-12, 0
-    for rows in _rows_per_block(len(a)):
-        flipped = np.where(rng.random((rows, len(a))) < 0.5, difference, -difference).mean(axis=1)
-        extreme += int((np.abs(flipped) >= observed).sum())
-    low, high = _interval(difference)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = b.mean() / a.mean() if a.any() else np.nan
-        ratios = np.concatenate([b[d].mean(axis=1) / a[d].mean(axis=1) for d in _draws(len(a))])
-    ratio_low, ratio_high = np.quantile(ratios, (0.025, 0.975)) if np.isfinite(ratios).all() else (np.nan, np.nan)
+    p = stats.permutation_test((b - a,), np.mean, rng=rng, **options).pvalue if len(a) > 1 else 1.0
     statistics = {
         "first": a.mean(),
         "second": b.mean(),
-        "difference": difference.mean(),
+        "difference": (b - a).mean(),
         "low": low,
         "high": high,
-        "p": (extreme + 1) / (RESAMPLES + 1),
-        "ratio": ratio,
+        "p": p,
+        "ratio": ratio(a, b),
         "ratio_low": ratio_low,
         "ratio_high": ratio_high,
     }
     return {name: round(float(number), DIGITS) for name, number in statistics.items()} | {"questions": len(a)}
+
+
+def bootstrap_interval(statistic: Callable[..., np.ndarray], *values: np.ndarray) -> list[float]:
+    """Percentile bootstrap 95% interval of a statistic of (paired) values; NaN if it is undefined for a resample."""
+    from scipy import stats
+
+    if len(values[0]) < 2:
+        return [round(float(statistic(*values)), DIGITS)] * 2
+    options = {"method": "percentile", "n_resamples": RESAMPLES, "batch": batch_rows(len(values[0])), "axis": 0}
+    rng = np.random.default_rng(BOOTSTRAP_SEED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # all resamples are equal: an interval of width 0
+        interval = stats.bootstrap(values, statistic, paired=True, rng=rng, **options).confidence_interval
+    return [round(float(bound), DIGITS) for bound in interval]
+
+
+def batch_rows(size: int) -> int:
+    """Resamples of `size` numbers that are made at a time, at most 4 million numbers."""
+    return max(1, 4_000_000 // size)
+
+
+def group_by_question(scores: Sequence[Score]) -> dict[tuple[str, str], list[Score]]:
+    groups: dict[tuple[str, str], list[Score]] = defaultdict(list)
+    for s in scores:
+        groups[s.question].append(s)
+    return groups
+
+
+def share_of(part: int, total: int) -> float | None:
+    return round(part / total, DIGITS) if total else None
 
 
 # ---- rows on disk ----
@@ -347,35 +349,3 @@ def to_row(s: Score) -> dict[str, Any]:
 def from_row(row: Mapping[str, Any]) -> Score:
     """A score from a row, which may have other fields too, and lack those that have defaults."""
     return Score(**{f.name: row[f.name] for f in fields(Score) if f.name in row or f.default is MISSING})
-
-
-# ---- helpers ----
-
-
-def _questions(scores: Sequence[Score]) -> dict[tuple[str, str], list[Score]]:
-    groups: dict[tuple[str, str], list[Score]] = defaultdict(list)
-    for s in scores:
-        groups[s.question].append(s)
-    return groups
-
-
-def _rows_per_block(size: int) -> list[int]:
-    """Splits RESAMPLES into blocks of at most 4 million numbers each."""
-    rows = max(1, min(RESAMPLES, 4_000_000 // size))
-    return [min(rows, RESAMPLES - start) for start in range(0, RESAMPLES, rows)]
-
-
-def _draws(size: int) -> Iterable[np.ndarray]:
-    """Blocks of indices [rows, size] sampled with replacement; the same at every call."""
-    rng = np.random.default_rng(BOOTSTRAP_SEED)
-    for rows in _rows_per_block(size):
-        yield rng.integers(0, size, (rows, size))
-
-
-def _interval(values: np.ndarray) -> list[float]:
-    means = np.concatenate([values[drawn].mean(axis=1) for drawn in _draws(len(values))])
-    return [round(float(q), DIGITS) for q in np.quantile(means, (0.025, 0.975))]
-
-
-def _ratio(part: int, total: int) -> float | None:
-    return round(part / total, DIGITS) if total else None

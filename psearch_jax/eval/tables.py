@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from psearch_jax.eval.benchmarks import Published, published, published_average
+from psearch_jax.eval.benchmarks import Published, published
 from psearch_jax.eval.scores import LAST_TURN, Score, by_kind, by_source, paired
 from psearch_jax.runtime.metrics import mean
 from psearch_jax.types import KINDS, UserError
@@ -23,13 +23,12 @@ PAIRED = {
 }
 
 
-# The figures of a summary about dependency plans, and their titles.
-PLANS = {
+# Figures of a summary that only some questions have, and their titles.
+DETAILS = {
     "independent_at_once": "independent pairs searched at once",
     "dependent_in_order": "dependent pairs searched in order",
+    "loose_accuracy": "share of the answer's parts that were given",
 }
-
-
 ESCAPED = "\\|"  # a vertical bar inside a cell
 
 
@@ -50,7 +49,7 @@ def cells_of(line: str) -> list[str]:
 
 
 def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
-    """All tables for `figures` by benchmark name: results, finished by turn, pass@k, splitting, plans, graphs."""
+    """All tables for `figures` by benchmark name: results, finished by turn, pass@k, splitting, details."""
     parts = [
         results_table(benchmarks, policy),
         "Cumulative share of trajectories that have answered by each turn:\n\n" + finished_table(benchmarks),
@@ -58,91 +57,66 @@ def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
     if any("pass_at" in report["all"] for report in benchmarks.values()):
         parts.append("With several samples per question:\n\n" + samples_table(benchmarks))
     parts.append("Decomposition of the first search, regardless of the answer:\n\n" + splitting_table(benchmarks))
-    if any(name in report["all"] for report in benchmarks.values() for name in PLANS):
-        parts.append("Searches that follow the question's dependency plan:\n\n" + plans_table(benchmarks))
-    loose = [[name, share(report["all"].get("loose_accuracy"))] for name, report in benchmarks.items()]
-    if any(value for _, value in loose):
-        rows = [["benchmark", "loose accuracy"], *(row for row in loose if row[1])]
-        parts.append("Share of the parts of the answer that were given:\n\n" + table(rows))
-    if any("graphs" in report for report in benchmarks.values()):
-        parts.append("By MuSiQue's reasoning graphs:\n\n" + graphs_table(benchmarks))
+    if any(name in report["all"] for report in benchmarks.values() for name in DETAILS):
+        parts.append("By the questions' dependency plans and answer parts:\n\n" + details_table(benchmarks))
     return "\n\n".join(parts)
 
 
 def results_table(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
-    """A row per benchmark and kind, followed by its chance level and published rows; averages if there are several.
+    """A row per benchmark and kind, followed by its chance level and published rows; an average if there are several.
 
     The sets of a merged benchmark follow it, each with its own published rows. The average counts each set separately.
     """
     head = ["benchmark", "question type", "policy", "EM", "95% interval", "F1", "split", "searches", "turns"]
     rows = [[*head, "sampled tokens", "valid format", "model calls, total", "questions"]]
-    averaged: list[tuple[str, Mapping[str, Any]]] = []
+    averaged: list[Mapping[str, Any]] = []
     for name, report in benchmarks.items():
         sets = report.get("sources", {})
-        rows += _set_rows(name, name, policy, report)
+        rows += set_rows(name, name, policy, report)
         for source, values in sets.items():
-            rows += _set_rows(f"{name}: {source}", source, policy, values)
-        averaged += sets.items() if sets else [(name, report)]
-    if len(averaged) > 1:
-        rows.append(_average_row(policy, [report["all"] for _, report in averaged]))
-        rows += _published_rows("average", "", published_average([name for name, _ in averaged]))
+            rows += set_rows(f"{name}: {source}", source, policy, values)
+        averaged += [values["all"] for values in (sets.values() if sets else [report])]
+    if len(averaged) > 1:  # with equal weights, as in the paper
+        means = {key: mean(values[key] for values in averaged) for key in ("em", *_SHOWN)}
+        totals = {key: sum(values[key] for values in averaged) for key in ("llm_calls", "questions")}
+        rows.append(policy_row("average", "", policy, means | totals))
     return table(rows)
 
 
-def _set_rows(title: str, name: str, policy: str, report: Mapping[str, Any]) -> list[list[str]]:
+def set_rows(title: str, name: str, policy: str, report: Mapping[str, Any]) -> list[list[str]]:
     """Our rows for one set, labelled `title`, with the rows published for the benchmark `name`."""
-    kinds = report["kinds"]
+    kinds: dict[Any, Any] = dict(report["kinds"])
     only = next(iter(kinds)) if len(kinds) == 1 else None
-    rows = [] if only else [_our_row(title, "all", policy, report["all"]), *_chance_rows(title, "all", report["all"])]
+    everything = report["all"]
+    rows = [] if only else [policy_row(title, "all", policy, everything), *chance_rows(title, "all", everything)]
     if only is None or not published(name, only):
-        rows += _published_rows(title, "all", published(name))
+        rows += published_rows(title, "all", published(name))
     for kind, values in kinds.items():
-        rows += [_our_row(title, kind, policy, values), *_chance_rows(title, kind, values)]
-        rows += _published_rows(title, kind, published(name, kind))
+        rows += [policy_row(title, kind, policy, values), *chance_rows(title, kind, values)]
+        rows += published_rows(title, kind, published(name, kind))
     return rows
 
 
-def _our_row(name: str, kind: str, policy: str, values: Mapping[str, Any]) -> list[str]:
-    low, high = values["em_interval"]
-    return [name, kind, policy, share(values["em"]), f"{share(low)}-{share(high)}", *_middle(values)] + [
-        str(values["llm_calls"]),
-        str(values["questions"]),
-    ]
+_SHOWN = ("f1", "decomposition_ratio", "searches", "turns", "tokens", "valid_format")
 
 
-def _chance_rows(name: str, kind: str, values: Mapping[str, Any]) -> list[list[str]]:
+def policy_row(name: str, kind: str, policy: str, values: Mapping[str, Any]) -> list[str]:
+    interval = "-".join(map(share, values.get("em_interval", ())))
+    figures = [share(values["f1"]), share(values["decomposition_ratio"])]
+    figures += [f"{values['searches']:.2f}", f"{values['turns']:.2f}", f"{values['tokens']:.0f}"]
+    figures += [share(values["valid_format"]), str(values["llm_calls"]), str(values["questions"])]
+    return [name, kind, policy, share(values["em"]), interval, *figures]
+
+
+def chance_rows(name: str, kind: str, values: Mapping[str, Any]) -> list[list[str]]:
     """The EM of random guesses, if it is known for all questions."""
     return [[name, kind, "chance level", share(values["chance"]), *[""] * 9]] if "chance" in values else []
 
 
-def _middle(values: Mapping[str, Any]) -> list[str]:
-    counts = (f"{values[key]:.2f}" for key in ("searches", "turns"))
-    return [share(values["f1"]), share(values["decomposition_ratio"]), *counts, f"{values['tokens']:.0f}"] + [
-        share(values["valid_format"])
-    ]
-
-
-def _average_row(policy: str, summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The mean over benchmarks with equal weights, as in the paper."""
-    keys = ("f1", "decomposition_ratio", "searches", "turns", "tokens", "valid_format")
-    means = {key: mean(values[key] for values in summaries) for key in keys}
-    calls, questions = (sum(values[key] for values in summaries) for key in ("llm_calls", "questions"))
-    em = share(mean(values["em"] for values in summaries))
-    return ["average", "", policy, em, "", *_middle(means), str(calls), str(questions)]
-
-
-def _published_rows(name: str, kind: str, rows: Sequence[Published]) -> list[list[str]]:
+def published_rows(name: str, kind: str, rows: Sequence[Published]) -> list[list[str]]:
     return [
-        [
-            name,
-            kind,
-            f"{row.method}, {row.model} (published, {row.source})",
-            share(row.em),
-            "",
-            "",
-            share(row.decomposition_ratio),
-        ]
-        + [""] * 6
+        [name, kind, f"{row.method}, {row.model} (published, arXiv 2508.09303)", share(row.em), "", ""]
+        + [share(row.decomposition_ratio), *[""] * 6]
         for row in rows
     ]
 
@@ -161,8 +135,7 @@ def samples_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
     ks = list(next(iter(benchmarks.values()))["all"]["pass_at"])
     rows = [["benchmark", *(f"{name}@{k}" for name in ("pass", "maj") for k in ks)]]
     for name, report in benchmarks.items():
-        values = report["all"]
-        rows.append([name, *(share(values[key][k]) for key in ("pass_at", "maj_at") for k in ks)])
+        rows.append([name, *(share(report["all"][key][k]) for key in ("pass_at", "maj_at") for k in ks)])
     return table(rows)
 
 
@@ -171,44 +144,27 @@ def splitting_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
     head = ["benchmark", "question type", "split", "not split", "no search", "accuracy", "precision", "recall"]
     rows = [[*head, "accuracy of never splitting", "accuracy of a word heuristic"]]
     for name, report in benchmarks.items():
-        rows += _splitting_rows(name, "", report["splitting"])
-        if "labels" in report:
-            rows += _splitting_rows(name, " (manual labels)", report["labels"])
+        for note, key in (("", "splitting"), (" (manual labels)", "labels")):
+            if key not in report:
+                continue
+            confusion = report[key]["confusion"]
+            for kind, counts in confusion.items():
+                cells = (str(counts[decision]) for decision in ("split", "not_split", "no_search"))
+                rows.append([name, kind + note, *cells, *[""] * 5])
+            if sum(kind in confusion for kind in KINDS[:3]) > 1:  # precision of a single kind means nothing
+                shares = ("accuracy", "precision", "recall", "never_split", "word_heuristic")
+                cells = (share(report[key][name]) for name in shares)
+                rows.append([name, f"all except mixed{note}", "", "", "", *cells])
     return table(rows)
 
 
-def _splitting_rows(name: str, note: str, decisions: Mapping[str, Any]) -> list[list[str]]:
-    rows = [
-        [name, kind + note, *(str(counts[key]) for key in ("split", "not_split", "no_search")), *[""] * 5]
-        for kind, counts in decisions["confusion"].items()
-    ]
-    if sum(kind in decisions["confusion"] for kind in KINDS[:3]) > 1:  # precision of a single kind means nothing
-        quality = [
-            share(decisions[key]) for key in ("accuracy", "precision", "recall", "never_split", "word_heuristic")
-        ]
-        rows.append([name, f"all except mixed{note}", "", "", "", *quality])
-    return rows
-
-
-def plans_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
-    """The share of pairs of entities that were searched as the dependency plans allow, per kind."""
-    rows = [["benchmark", "question type", *PLANS.values()]]
+def details_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
+    """The figures that only some questions have, per kind."""
+    rows = [["benchmark", "question type", *DETAILS.values()]]
     for name, report in benchmarks.items():
         for kind, values in {"all": report["all"], **report["kinds"]}.items():
-            shares = [share(values.get(key)) for key in PLANS]
-            if any(shares):
-                rows.append([name, kind, *shares])
-    return table(rows)
-
-
-def graphs_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
-    """MuSiQue: the structure of each graph, and the results."""
-    rows = [["benchmark", "graph", "hops", "rounds", "width", "EM", "split", "searches", "questions"]]
-    for name, report in benchmarks.items():
-        for graph, v in report.get("graphs", {}).items():
-            numbers = [str(v[key]) for key in ("hops", "rounds", "width")]
-            done = [share(v["em"]), share(v["decomposition_ratio"]), f"{v['searches']:.2f}", str(v["questions"])]
-            rows.append([name, graph, *numbers, *done])
+            shares = [share(values.get(key)) for key in DETAILS]
+            rows += [[name, kind, *shares]] if any(shares) else []
     return table(rows)
 
 
@@ -230,10 +186,10 @@ def paired_table(
     pairs = {}
     for name in names:
         pairs[name] = (first[1][name], second[1][name])
-        parts = {f"{name}: {source}": group for source, group in _parts(*pairs[name], by_source).items()}
-        for one, both in (parts or {name: pairs[name]}).items():
-            pairs[one] = both
-            pairs |= {f"{one}, {kind}": group for kind, group in _parts(*both, by_kind).items()}
+        parts = {f"{name}: {source}": group for source, group in matching_parts(*pairs[name], by_source).items()}
+        for title, both in (parts or {name: pairs[name]}).items():
+            pairs[title] = both
+            pairs |= {f"{title}, {kind}": group for kind, group in matching_parts(*both, by_kind).items()}
     for name, (a, b) in pairs.items():
         for value, title in PAIRED.items():
             d = paired(a, b, value)
@@ -246,7 +202,7 @@ def paired_table(
     return table(rows)
 
 
-def _parts(
+def matching_parts(
     first: Sequence[Score], second: Sequence[Score], divide: Callable[[Sequence[Score]], Mapping[Any, list[Score]]]
 ) -> dict[Any, tuple[list[Score], list[Score]]]:
     """The matching parts of two evaluations; {} if there is only one part."""

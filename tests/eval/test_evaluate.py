@@ -53,7 +53,7 @@ SPLIT = Trajectory(
 
 
 def test_row_holds_what_was_done():
-    """A row is not valid JSON, or lacks what a reader needs to follow the rollout."""
+    """A row is valid JSON with everything that a reader needs to follow the rollout."""
     reward = RewardParts(1.0, -0.1, 0.45, 0.35)
     row = json.loads(json.dumps(trajectory_row(SPLIT, reward, 7)))
     parts = {
@@ -93,7 +93,7 @@ def scripted(tokenizer, texts, rollout):
 
 
 def test_evaluation_runs_the_training_engine(tiny_tokenizer):
-    """Evaluation on another code path than training measures another policy, or slots change order or counts."""
+    """Evaluation uses the training engine; its trajectories are in order, and its figures those of the scripts."""
     a_search = "<think> x </think><search> Ada ## Alan </search>"
     an_answer = "<think> y </think><answer> Ada Lovelace </answer>"
     texts = [("parallel", (a_search, an_answer)), ("sequential", (an_answer,)), ("parallel", (an_answer,))]
@@ -135,7 +135,7 @@ def test_evaluation_runs_the_training_engine(tiny_tokenizer):
 
 
 def test_parts_are_not_done_twice(tmp_path):
-    """A resumed evaluation repeats more than its unfinished part, or does not end with every question once."""
+    """A resumed evaluation repeats only its unfinished part, and refuses other settings and broken rows."""
     all_questions = [Question("set", str(i), f"{i}?", ("x",), "single") for i in range(7)]
     sets = {"a": all_questions[:4], "b": all_questions[4:]}
     seen, progress = [], []
@@ -176,7 +176,7 @@ def test_parts_are_not_done_twice(tmp_path):
 
 @pytest.mark.parametrize("content", ["{}", "nonsense", "[1]"])
 def test_the_results_of_something_else_are_not_an_evaluation(tmp_path, content):
-    """A directory with a foreign results.json would count as a finished evaluation, whose rows are missing."""
+    """A directory with a foreign results.json is refused and left as it is."""
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(UserError, match="results.json: not the results of an evaluation"):
         Evaluation(tmp_path, {"a": [Question("set", "1", "1?", ("x",), "single")]}, {"seed": 1})
@@ -184,7 +184,7 @@ def test_the_results_of_something_else_are_not_an_evaluation(tmp_path, content):
 
 
 def test_other_gold_facts_are_another_evaluation(tmp_path):
-    """Corrected titles or evidences of a question would leave the results of the wrong ones in place."""
+    """Questions with other metadata are another evaluation."""
     asked = Question("set", "1", "1?", ("x",), "single", {"supporting_titles": ["A"]})
     Evaluation(tmp_path / "out", {"a": [asked]}, {"seed": 1})
     Evaluation(tmp_path / "out", {"a": [replace(asked)]}, {"seed": 1})
@@ -193,7 +193,7 @@ def test_other_gold_facts_are_another_evaluation(tmp_path):
 
 
 def test_settings_of_a_policy_name_contents(tiny_tokenizer, tmp_path):
-    """An evaluation with an edited prompt, or another ranking of the same passages, would pass as finished."""
+    """The settings name the contents of the prompt and of the ranking, not their names."""
     params = random_params(tiny_config(tied=True))
     prompt = tmp_path / "prompt.txt"
     settings = []
@@ -208,8 +208,7 @@ def test_settings_of_a_policy_name_contents(tiny_tokenizer, tmp_path):
 
 
 def test_settings_of_a_policy_name_what_changes_its_rollouts(tiny_tokenizer):
-    """An evaluation with fewer sub-queries, another tokenizer or another scale of its adapters would pass as the
-    same, and a resumed one would mix both."""
+    """Sub-queries, the tokenizer and the scale of adapters are part of the settings."""
     shape = tiny_config()
     params = lora.join_adapters(random_params(shape), lora.init_adapters(shape, Lora(2, 4.0), 0))
     other = copy.copy(tiny_tokenizer)
@@ -221,7 +220,7 @@ def test_settings_of_a_policy_name_what_changes_its_rollouts(tiny_tokenizer):
 
 
 def test_digest_of_weights(tiny_tokenizer):
-    """Two checkpoints have the same digest, or one has two because it is stored or sharded differently."""
+    """The digest changes with any bit and with the order of values, not with how they are stored."""
     config = tiny_config(tiny_tokenizer.size + 6)
     params = random_params(config)
     changed = jax.tree.map(lambda x: x, params)

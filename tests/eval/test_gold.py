@@ -8,7 +8,7 @@ from programs import ROOT, completed
 from psearch_jax.closed_world import question_forms
 from psearch_jax.closed_world.encyclopedia import ClosedWorld, fact_sentence
 from psearch_jax.data.sources import read_questions
-from psearch_jax.eval.gold import GoldPassages, titles_of
+from psearch_jax.eval.gold import GoldPassages
 from psearch_jax.types import Question, UserError
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
@@ -32,17 +32,26 @@ def asked(text="When was the  director of The Jerk born?", **metadata):
     return Question("2wiki", "7", text, ("1922",), "sequential", metadata)
 
 
-def test_the_passages_of_the_evidence_are_found(service):
-    """The upper limit is measured with the passage of a similar title, or only with that of the first fact."""
-    gold = GoldPassages(service, [asked(evidences=EVIDENCE)])
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"evidences": EVIDENCE}, ["The Jerk", "Carl Reiner"]),
+        # The titles that a set gives go first.
+        ({"evidences": EVIDENCE, "supporting_titles": ["Frank Launder"]}, ["Frank Launder"]),
+        ({"supporting_titles": ["Frank Launder", "Folly to be wise"]}, ["Frank Launder", "Folly to Be Wise"]),
+    ],
+)
+def test_the_passages_that_a_question_names_are_found(service, metadata, expected):
+    """A question gets the passages of its titles or facts whatever k is; other queries are searched as usual."""
+    gold = GoldPassages(service, [asked(**metadata)])
     (passages,) = gold.search(["When was the director of The Jerk born?"], 1)
-    assert [passage.title for passage in passages] == ["The Jerk", "Carl Reiner"]
-    assert gold.describe() == service.describe()
+    assert [passage.title for passage in passages] == expected
+    assert gold.search(["Frank Launder", ""], 2) == service.search(["Frank Launder", ""], 2)
 
 
 @pytest.mark.parametrize("kind", ["single", "parallel", "sequential", "mixed"])
 def test_facts_of_a_corpus_without_titles_are_found(kind):
-    """In the closed world, the upper limit is measured with other facts about the entities that a question needs."""
+    """In a corpus without titles, exactly the passages that state a question's facts are found."""
     world = ClosedWorld.make(0)
     asked = question_forms.questions(world, "eval", kind, 30, 0)
     gold = GoldPassages(RetrievalService.from_corpus(world.passages), asked)
@@ -52,16 +61,8 @@ def test_facts_of_a_corpus_without_titles_are_found(kind):
         assert {passage.text for passage in passages} == facts
 
 
-def test_titles_given_by_the_set_go_first(service):
-    """HotpotQA's own titles are ignored in favour of evidence triples, which it does not have."""
-    assert titles_of(asked(evidences=EVIDENCE, supporting_titles=["Frank Launder"])) == ["Frank Launder"]
-    gold = GoldPassages(service, [asked(supporting_titles=["Frank Launder", "Folly to be wise"])])
-    (passages,) = gold.search(["When was the director of The Jerk born?"], 5)
-    assert [passage.id for passage in passages] == ["4", "3"]
-
-
 def test_all_passages_of_a_title_are_found():
-    """An article of several passages is cut to its first, which need not state the fact: no upper limit at all."""
+    """All passages of an article are found, those that fit the question first."""
     parts = ["Ada Lovelace was a mathematician.", "Ada Lovelace died in Marylebone.", "Ada Lovelace wrote notes."]
     article = [Passage(str(i), "Ada Lovelace", text) for i, text in enumerate(parts)]
     question = asked("Where did she die, in Marylebone?", supporting_titles=["Ada Lovelace"])
@@ -71,20 +72,14 @@ def test_all_passages_of_a_title_are_found():
 
 
 def test_questions_of_one_text_keep_their_passages(service):
-    """The passages of the last such question would stand for those of all."""
+    """Questions of one text get the passages of all of them."""
     first, second = asked(supporting_titles=["Carl Reiner"]), asked(supporting_titles=["Frank Launder"])
     (passages,) = GoldPassages(service, [first, second]).search([first.query], 1)
     assert [passage.title for passage in passages] == ["Carl Reiner", "Frank Launder"]
 
 
-def test_other_queries_are_searched(service):
-    """A policy that may search in addition to its gold passages gets no results."""
-    gold = GoldPassages(service, [asked(evidences=EVIDENCE)])
-    assert gold.search(["Frank Launder", ""], 2) == service.search(["Frank Launder", ""], 2)
-
-
 def test_a_question_without_titles_is_refused(service, tmp_path):
-    """An upper limit is reported although the gold passages of some questions are unknown."""
+    """A question without titles or facts is refused in one line, and so is a method that reads no passages."""
     with pytest.raises(UserError, match=r"question '7' of 2wiki has neither metadata.supporting_titles nor"):
         GoldPassages(service, [asked()])
     file = tmp_path / "bamboogle.jsonl"
@@ -100,7 +95,7 @@ def test_a_question_without_titles_is_refused(service, tmp_path):
 
 
 def test_the_program_puts_them_in_front_of_the_first_turn(tmp_path):
-    """In an evaluation with gold passages, the policy did not see them, or searched as well."""
+    """The passages start the context, and the policy does not search."""
     questions, corpus = tmp_path / "questions.jsonl", tmp_path / "corpus.jsonl"
     row = {"id": "q", "question": "When was the director of The Jerk born?", "golden_answers": ["1922"]}
     questions.write_text(json.dumps(row | {"metadata": {"type": "inference", "evidences": EVIDENCE}}) + "\n")

@@ -42,15 +42,15 @@ def test_updates_are_equal(tmp_path):
     """All contenders take the same optimizer step; a model's directory trains adapters."""
     pytest.importorskip("torch")
     lines = bench("update", tmp_path, *QUICK, "--rows=4")
-    assert [line["contender"] for line in lines] == ["this project", "padded", "torch"] * 2
+    assert [line["contender"] for line in lines] == ["this project", "torch"] * 2
     for line in lines:
-        assert line["loss"] == pytest.approx(lines[0 if line["work"] == "equal" else 3]["loss"], abs=1e-5) != 0
+        assert line["loss"] == pytest.approx(lines[0 if line["work"] == "equal" else 2]["loss"], abs=1e-5) != 0
 
 
 def test_updates_of_a_model_train_adapters(tmp_path, tiny_policy):
     flags = (f"--model={tiny_policy}", "--works=equal", "--rows=2", "--scale=0.1", "--repeats=1", "--dtype=bfloat16")
     lines = bench("update", tmp_path, *flags)
-    assert [line["size"] for line in lines] == [tiny_policy.name] * 2 and lines[0]["gradient_norm"] > 0
+    assert [line["size"] for line in lines] == [tiny_policy.name] and lines[0]["gradient_norm"] > 0
 
 
 def test_steps_train_on_what_they_sampled(tmp_path):
@@ -65,7 +65,7 @@ def test_searches_are_compared_at_equal_recall(tmp_path):
     pytest.importorskip("faiss")
     lines = {line["method"]: line for line in bench("retrieval", tmp_path, "--rows=3000", "--dimensions=32")}
     assert lines["this project"]["recall"] > 0.97  # ties in four decimals go to the lower row
-    assert all(lines[f"faiss {name}"]["recall"] >= 0.95 for name in ("IVF-Flat", "HNSW"))
+    assert lines["faiss IVF-Flat"]["recall"] >= 0.95
     assert lines["BM25, bm25s"]["same_first"] > 0.9
 
 
@@ -82,7 +82,7 @@ def test_the_device_benchmark_measures_every_program(tmp_path):
     lines = bench("device", tmp_path, "--sizes", "tiny", "--scale=0.05", "--slots=8", "--dtype=float32")
     figures = {line["what"]: line for line in lines}
     assert {"prefilled tokens", "decode steps", "observed tokens", "rollouts", "tokens"} < set(figures)
-    assert figures["rollouts"]["logp_gap"] < 1e-4 and figures["decode steps"]["share_of_bound"] > 0
+    assert figures["rollouts"]["logp_gap"] < 1e-4
 
 
 def test_help_and_other_names():

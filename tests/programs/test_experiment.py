@@ -1,6 +1,7 @@
 """Experiments: declared arms can run, results are aggregated over runs, and nothing runs twice."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def test_a_record_of_other_settings_is_refused(tmp_path):
     """Runs with another length, cold start, evaluation or arm are never added to a record; further arms are."""
     file = tmp_path / "x.json"
     record = running.open_record(file, EXPERIMENT, 3, ["start"]) | {"runs": {"a/0/0": {"after": {}}}}
-    file.write_text(running.as_text(record))
+    file.write_text(json.dumps(record))
     assert running.open_record(file, EXPERIMENT, 3, ["start", "second"])["cold_starts"] == ["start", "second"]
     more = replace(EXPERIMENT, arms={**EXPERIMENT.arms, "c": Arm()})
     assert running.open_record(file, more, 3, ["start"])["runs"] == record["runs"]

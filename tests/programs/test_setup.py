@@ -1,4 +1,4 @@
-"""setup.py, tests/lock.txt and the Makefile: requirements, the versions last tested with, and what is installed."""
+"""setup.py and the Makefile: what is installed for whom, and that an installation works without the checkout."""
 
 from __future__ import annotations
 
@@ -14,16 +14,7 @@ from typing import Any
 
 import pytest
 import setuptools
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-from packaging.version import Version
-from programs import ROOT, copied, tracked
-
-LOCKED = [
-    Requirement(line.split(" #")[0])
-    for line in (ROOT / "tests" / "lock.txt").read_text().splitlines()
-    if line and not line.startswith((" ", "#"))
-]
+from programs import ROOT, copied, refusal, tracked
 
 
 @pytest.fixture
@@ -35,35 +26,8 @@ def arguments(monkeypatch) -> dict[str, Any]:
     return passed
 
 
-@pytest.fixture
-def asked(arguments) -> list[Requirement]:
-    """The requirements of setup.py for running the tests."""
-    return [Requirement(line) for line in (*arguments["install_requires"], *arguments["extras_require"]["test"])]
-
-
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
-def test_the_lock_holds_what_is_asked_for(asked, python):
-    """A dependency added, or its bound raised, without updating the versions of `make test LOCKED=1`."""
-    environment = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux"}
-    environment |= {"platform_machine": "x86_64", "platform_python_implementation": "CPython", "extra": ""}
-    locked: dict[str, str] = {}
-    for one in LOCKED:
-        if one.marker is None or one.marker.evaluate(environment):
-            (pin,) = one.specifier
-            assert pin.operator == "==" and locked.setdefault(canonicalize_name(one.name), pin.version) == pin.version
-    applicable = [one for one in asked if one.marker is None or one.marker.evaluate(environment)]
-    assert len(applicable) > 40
-    for one in applicable:
-        assert Version(locked[canonicalize_name(one.name)]) in one.specifier, one
-
-
-def test_the_lock_names_no_place():
-    """A file or an index of the machine where the lock was made, which exists nowhere else."""
-    assert all(one.url is None for one in LOCKED) and len(LOCKED) > 150
-
-
 def test_a_release_has_one_version(arguments):
-    """The citation or the changelog names another version than the one that is installed."""
+    """Citation, changelog and setup.py name the same version."""
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
     changed = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
     assert cited == changed == arguments["version"]
@@ -71,11 +35,11 @@ def test_a_release_has_one_version(arguments):
 
 @pytest.mark.parametrize(
     ("target", "installed"),
-    [("demo", ["."]), ("controls", ["."]), ("lint", [".", ".[test]"]), ("test", [".", ".[test]"])],
+    [("demo", ["."]), ("test", [".", ".[test]"])],
 )
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_user_does_not_install_the_test_packages(target, installed, locked, tmp_path):
-    """`make demo` installs gigabytes of test packages, `make test` lacks them, or LOCKED=1 ignores the lock."""
+    """`make demo` installs no test packages, `make test` does, and LOCKED=1 uses the lock."""
     copied(["Makefile", "setup.py", "tests/lock.txt"], tmp_path)
     words = ["make", "--dry-run", target, *(["LOCKED=1"] if locked else [])]
     # Not the environment of a `make test` that runs this test.
@@ -83,6 +47,16 @@ def test_a_user_does_not_install_the_test_packages(target, installed, locked, tm
     assert done.returncode == 0, done.stderr
     constraint = r"-c tests/lock\.txt " if locked else ""
     assert re.findall(rf"/pip install --quiet +{constraint}-e '?([^'\s]+)", done.stdout) == installed, done.stdout
+
+
+def test_the_image_contains_what_its_command_needs():
+    """The Dockerfile copies only folders that .dockerignore keeps, and starts a program with flags that it accepts."""
+    text = (ROOT / "launch" / "deploy" / "Dockerfile").read_text().replace("\\\n", "")
+    sources = {line.split()[1] for line in text.splitlines() if line.startswith("COPY ")}
+    kept = {rule[1:] for rule in (ROOT / ".dockerignore").read_text().splitlines() if rule.startswith("!")}
+    assert sources == kept == {"setup.py", "configs", "retrieval", "psearch_jax", "launch"}
+    command = json.loads(re.search(r"^CMD (\[.*\])", text, re.MULTILINE)[1])
+    assert command[0] == "python" and refusal(command[1:]) == ""
 
 
 # ---- an installation without the checkout ----
@@ -108,7 +82,7 @@ def run_command(installation: Path, words: Sequence[str], code: Path, folder: Pa
 
 
 def test_an_installation_is_complete(installation):
-    """A template, a page or py.typed is missing from package_data, or a program has no command."""
+    """Templates, pages and py.typed are installed, and every program has a command."""
     names = [name for name in tracked() if name.startswith(("psearch_jax/", "retrieval/"))]
     assert len(names) > 150 and not [name for name in names if not (installation / name).is_file()]
     programs = {path.stem for path in (ROOT / "launch").glob("*.py")} - {"bench", "experiment"}
@@ -118,7 +92,7 @@ def test_an_installation_is_complete(installation):
 
 @pytest.mark.parametrize("place", ["installed", "checkout"])
 def test_a_command_has_the_flags_of_its_program(installation, place, tmp_path):
-    """The program is not found, or absl takes another module for the program: its flags are not listed or accepted."""
+    """A command lists and accepts the flags of its program."""
     code = installation if place == "installed" else ROOT
     printed = run_command(installation, ["psearch-build-index", "--help"], code, tmp_path).stdout
     assert "--corpus" in printed and "launch/build_index.py" in printed
@@ -129,7 +103,7 @@ def test_a_command_has_the_flags_of_its_program(installation, place, tmp_path):
 
 @pytest.mark.slow
 def test_a_command_answers_without_the_checkout(installation, tmp_path):
-    """The toy policy's recipe is looked up in a checkout, so that the command works only there."""
+    """The toy policy answers without a checkout."""
     question = "Are the setting of Gamudol and the rival of Pujazas the same?"
     done = run_command(installation, ["psearch-ask", "--json", question], installation, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
