@@ -57,14 +57,14 @@ NO_EFFECT = {
 }
 
 
-def with_gold(config: Config) -> Config:
+def use_gold_passages(config: Config) -> Config:
     """The config with which a policy answers from gold passages: they start its context, and it does not search."""
     return dataclasses.replace(
         config, rollout=dataclasses.replace(config.rollout, initial_search=True, search_turns=0)
     )
 
 
-def with_passages(config: Config, closed_world: list[bool]) -> Config:
+def use_passages(config: Config, closed_world: list[bool]) -> Config:
     """The config with the passages that the benchmarks need: the closed world's, or an index, corpus or URL."""
     if all(closed_world):
         return policy_flags.in_closed_world(config)
@@ -87,7 +87,9 @@ def check_gold(config: Config, benchmarks: dict[str, list[Question]]) -> None:
             needed_passages(question)
 
 
-def leaks(benchmarks: dict[str, list[Question]], trained_on: str, held_out: float) -> tuple[dict[str, list[str]], str]:
+def find_leaks(
+    benchmarks: dict[str, list[Question]], trained_on: str, held_out: float
+) -> tuple[dict[str, list[str]], str]:
     """The ids of benchmark questions that are training questions, or {} and why that is not checked.
 
     Args:
@@ -119,7 +121,7 @@ def main(_: list[str]) -> None:
     model = policy_flags.model()
     base = policy_flags.config(model)
     if GOLD.value:
-        base = with_gold(base)
+        base = use_gold_passages(base)
     if any(k > SAMPLES.value for k in K.value):
         raise UserError(f"--k={max(K.value)}: accepted: at most --samples={SAMPLES.value}")
 
@@ -136,10 +138,10 @@ def main(_: list[str]) -> None:
         COUNT_SEED.value,
     )
     questions = {benchmark.name: benchmark.questions for benchmark in loaded}
-    config = with_passages(base, [benchmark.closed_world for benchmark in loaded])
+    config = use_passages(base, [benchmark.closed_world for benchmark in loaded])
     if GOLD.value:
         check_gold(config, questions)
-    leaked, unchecked = leaks(questions, data.source, data.validation_share)
+    leaked, unchecked = find_leaks(questions, data.source, data.validation_share)
 
     from tqdm import tqdm
 

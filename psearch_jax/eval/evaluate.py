@@ -85,20 +85,20 @@ class Evaluation:
         self.settings = json.loads(json.dumps({**settings, "questions": digests}))
         parts, results = self.out / _PARTS, self.out / "results.json"
         ended, saved = processes.broadcast(
-            lambda: (results.is_file(), _read(results, "settings") or _read(parts / _SETTINGS, "settings"))
+            lambda: (results.is_file(), read_field(results, "settings") or read_field(parts / _SETTINGS, "settings"))
         )
         if ended and saved is None:
             raise UserError(f"{results}: not the results of an evaluation; accepted: another --out")
         if saved is not None and saved != self.settings:
             raise UserError(
-                f"--out={self.out}: holds an evaluation with {_difference(saved, self.settings)}; "
+                f"--out={self.out}: holds an evaluation with {describe_difference(saved, self.settings)}; "
                 "accepted: the same settings, or another directory"
             )
         self.finished = processes.broadcast(lambda: ended and not parts.is_dir())
 
         def begin() -> list[str]:
             """The order of the benchmarks in the queue, which the parts on disk depend on."""
-            order = _read(parts / _SETTINGS, "order") or list(benchmarks)
+            order = read_field(parts / _SETTINGS, "order") or list(benchmarks)
             parts.mkdir(parents=True, exist_ok=True)
             write_atomically(parts / _SETTINGS, json.dumps({"settings": self.settings, "order": order}) + "\n")
             return order
@@ -120,7 +120,7 @@ class Evaluation:
           progress: called with (questions done, total questions).
         """
         if self.finished:
-            return {name: [from_row(row) for row in _rows(self._file(name))] for name in self.benchmarks}
+            return {name: [from_row(row) for row in read_rows(self._file(name))] for name in self.benchmarks}
         files = []
         for part, start in enumerate(range(0, len(self._tasks), questions_per_part)):
             tasks = self._tasks[start : start + questions_per_part]
@@ -151,7 +151,7 @@ class Evaluation:
         for name in self.benchmarks:
             lines = []
             for file in files:
-                for row in _rows(file):
+                for row in read_rows(file):
                     if row["benchmark"] == name:
                         scores[name].append(from_row(row))
                         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
@@ -174,13 +174,13 @@ def read_scores(out: str | Path) -> dict[str, list[Score]]:
         raise UserError(f"{file}: not found, accepted: the --out of a finished launch/eval.py")
     try:
         names = list(json.loads(file.read_text(encoding="utf-8"))["benchmarks"])
-        return {name: [from_row(row) for row in _rows(out / f"{file_name(name)}.jsonl")] for name in names}
+        return {name: [from_row(row) for row in read_rows(out / f"{file_name(name)}.jsonl")] for name in names}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{out}: cannot be read as an evaluation ({type(error).__name__}: {error})") from None
 
 
 @jax.jit
-def _bit_sums(params: Any) -> jax.Array:
+def sum_all_bits(params: Any) -> jax.Array:
     def sum_bits(x: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
         index = jnp.zeros(x.shape, jnp.uint32)  # row-major; a reshape would gather a sharded array
@@ -217,7 +217,7 @@ def policy_settings(
 
 def weights_digest(params: nnx.State) -> str:
     """A short hash of the parameters' float32 bits, independent of sharding and device."""
-    return hashlib.sha256(processes.fetch(_bit_sums(nnx.to_pure_dict(params))).tobytes()).hexdigest()[:16]
+    return hashlib.sha256(processes.fetch(sum_all_bits(nnx.to_pure_dict(params))).tobytes()).hexdigest()[:16]
 
 
 def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int) -> dict[str, Any]:
@@ -237,14 +237,14 @@ def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int
         "step": step,
         "status": t.status,
         "reward": asdict(reward) | {"total": reward.total} if reward else {},
-        "turns": [_turn_row(turn) for turn in t.turns],
+        "turns": [turn_row(turn) for turn in t.turns],
         "ids": np.asarray(t.ids).tolist(),
         "mask": np.asarray(t.mask).astype(int).tolist(),
         "logprobs": [round(float(x), DIGITS) if np.isfinite(x) else None for x in t.logprobs],
     }
 
 
-def _turn_row(turn: Turn) -> dict[str, Any]:
+def turn_row(turn: Turn) -> dict[str, Any]:
     return {
         "text": turn.text,
         "queries": list(turn.queries),
@@ -261,11 +261,11 @@ def evaluation_row(benchmark: str, trajectory: Trajectory) -> dict[str, Any]:
         **to_row(score(trajectory)),
         "question": question.text,
         "golden_answers": list(question.answers),
-        "actions": [_turn_row(turn) for turn in trajectory.turns],
+        "actions": [turn_row(turn) for turn in trajectory.turns],
     }
 
 
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
     """The rows that an evaluation has written. Raises UserError, which names file and line, for any other."""
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -293,7 +293,7 @@ def questions_digest(questions: Sequence[Question], with_metadata: bool = False)
     return f"{len(questions)} {contents[:16]}"
 
 
-def _read(file: Path, field: str) -> Any:
+def read_field(file: Path, field: str) -> Any:
     """A field of a JSON file; None if there is none."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))[field]
@@ -301,10 +301,10 @@ def _read(file: Path, field: str) -> Any:
         return None
 
 
-def _difference(recorded: Any, wanted: Any, name: str = "") -> str:
+def describe_difference(recorded: Any, wanted: Any, name: str = "") -> str:
     """The first difference between two settings, as text for an error message."""
     if isinstance(recorded, dict) and isinstance(wanted, dict):
         for key in {**recorded, **wanted}:
             if recorded.get(key) != wanted.get(key):
-                return _difference(recorded.get(key), wanted.get(key), f"{name}.{key}" if name else key)
+                return describe_difference(recorded.get(key), wanted.get(key), f"{name}.{key}" if name else key)
     return f"{name} {recorded!r}, found {wanted!r}"

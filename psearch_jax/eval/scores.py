@@ -105,7 +105,7 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
     """Means over trajectories; `llm_calls` is the sum of all turns, `questions` the number of distinct questions.
 
     `decomposition_ratio`: share whose first search had two or more sub-queries. `decomposition_accuracy`: see
-    `splitting`, absent if no question counts. `independent_at_once`, `dependent_in_order`: the share of pairs of
+    `judge_splitting`, absent if no question counts. `independent_at_once`, `dependent_in_order`: the share of pairs of
     entities that were searched as the question's dependency plan allows (plans.py), absent without such pairs.
     `loose_accuracy`: the mean share of an answer's parts that were given, absent unless all answers have parts.
     `chance`: EM of a random guess, absent unless known for every score. Without scores only `questions` is present.
@@ -115,7 +115,7 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
     names = ("em", "f1", "searches", "sub_queries", "turns", "tokens", "context", "valid_format")
     figures = {name: mean(getattr(s, name) for s in scores) for name in names}
     figures["decomposition_ratio"] = mean(s.split for s in scores)
-    accuracy = splitting(scores)["accuracy"]
+    accuracy = judge_splitting(scores)["accuracy"]
     if accuracy is not None:
         figures["decomposition_accuracy"] = accuracy
     for name, pairs, followed in (
@@ -132,14 +132,14 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
     return rounded | {"llm_calls": sum(s.turns for s in scores), "questions": len({s.question for s in scores})}
 
 
-def by_kind(scores: Iterable[Score]) -> dict[Kind, list[Score]]:
+def group_by_kind(scores: Iterable[Score]) -> dict[Kind, list[Score]]:
     """The scores by kind, in the order of `KINDS`; kinds without scores are left out."""
     scores = list(scores)
     groups: dict[Kind, list[Score]] = {kind: [s for s in scores if s.kind == kind] for kind in KINDS}
     return {kind: group for kind, group in groups.items() if group}
 
 
-def by_source(scores: Iterable[Score]) -> dict[str, list[Score]]:
+def group_by_source(scores: Iterable[Score]) -> dict[str, list[Score]]:
     """The scores by source, in order of first appearance."""
     groups: dict[str, list[Score]] = {}
     for s in scores:
@@ -152,29 +152,29 @@ def figures(scores: Sequence[Score], ks: Sequence[int] = ()) -> dict[str, Any]:
 
     Keys: `all` and `kinds` ({kind: ...}), each a summary with `em_interval` [low, high], `finished_by_turn`,
     `not_finite` (trajectories with non-finite logits; they count as not answered), and for every k in `ks` `pass_at`
-    and `maj_at`; `splitting`, see there; `labels`, if there are manual labels; `sources`, if the questions come
-    from several sets: `all` and `kinds` of each.
+    and `maj_at`; `splitting`, see `judge_splitting`; `labels`, if there are manual labels; `sources`, if the questions
+    come from several sets: `all` and `kinds` of each.
 
     Raises:
       ValueError: there are no scores.
     """
-    report = _by_kind(scores, ks) | {"splitting": splitting(scores)}
-    sources = by_source(scores)
+    report = report_by_kind(scores, ks) | {"splitting": judge_splitting(scores)}
+    sources = group_by_source(scores)
     if len(sources) > 1:
-        report["sources"] = {source: _by_kind(group, ks) for source, group in sources.items()}
+        report["sources"] = {source: report_by_kind(group, ks) for source, group in sources.items()}
     labelled = [s for s in scores if s.label]
     if labelled:
-        report["labels"] = splitting(labelled, manual_labels=True)
+        report["labels"] = judge_splitting(labelled, manual_labels=True)
     return report
 
 
-def _by_kind(scores: Sequence[Score], ks: Sequence[int]) -> dict[str, Any]:
-    kinds = {kind: _detailed(group, ks) for kind, group in by_kind(scores).items()}
-    return {"all": _detailed(scores, ks), "kinds": kinds}
+def report_by_kind(scores: Sequence[Score], ks: Sequence[int]) -> dict[str, Any]:
+    kinds = {kind: summarise_in_detail(group, ks) for kind, group in group_by_kind(scores).items()}
+    return {"all": summarise_in_detail(scores, ks), "kinds": kinds}
 
 
-def _detailed(scores: Sequence[Score], ks: Sequence[int]) -> dict[str, Any]:
-    more: dict[str, Any] = {"em_interval": em_interval(scores), "finished_by_turn": finished_by_turn(scores)}
+def summarise_in_detail(scores: Sequence[Score], ks: Sequence[int]) -> dict[str, Any]:
+    more: dict[str, Any] = {"em_interval": em_interval(scores), "finished_by_turn": share_finished(scores)}
     more["not_finite"] = sum(s.status == "not_finite" for s in scores)
     if ks:
         more["pass_at"] = {str(k): pass_at(scores, k) for k in ks}
@@ -182,7 +182,7 @@ def _detailed(scores: Sequence[Score], ks: Sequence[int]) -> dict[str, Any]:
     return summarise(scores) | more
 
 
-def finished_by_turn(scores: Sequence[Score], last: int = LAST_TURN) -> list[float]:
+def share_finished(scores: Sequence[Score], last: int = LAST_TURN) -> list[float]:
     """Share of trajectories that had answered by model call 1, 2, .. last (the paper's cumulative figure)."""
     calls = [s.turns if s.status == "answered" else last + 1 for s in scores]
     return [round(mean(c <= turn for c in calls), DIGITS) for turn in range(1, last + 1)] if calls else []
@@ -225,7 +225,7 @@ def majority_at(scores: Sequence[Score], k: int) -> float:
 # ---- the decision to split ----
 
 
-def splitting(scores: Sequence[Score], manual_labels: bool = False) -> dict[str, Any]:
+def judge_splitting(scores: Sequence[Score], manual_labels: bool = False) -> dict[str, Any]:
     """Whether the first search was split when it should be, regardless of the answer; JSON-serialisable.
 
     `confusion` counts per kind: `split`, `not_split` (one query), `no_search`. A decision is correct if a parallel
@@ -260,7 +260,7 @@ def splitting(scores: Sequence[Score], manual_labels: bool = False) -> dict[str,
 # ---- two methods over the same questions ----
 
 
-def paired(first: Sequence[Score], second: Sequence[Score], value: str = "em") -> dict[str, float]:
+def compare_paired(first: Sequence[Score], second: Sequence[Score], value: str = "em") -> dict[str, float]:
     """The second's mean of a field of `Score` minus the first's, paired by question.
 
     `low`, `high`: bootstrap 95% interval of the difference, questions resampled with replacement. `p`: two-sided

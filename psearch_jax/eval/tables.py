@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from psearch_jax.eval.benchmarks import Published, published
-from psearch_jax.eval.scores import LAST_TURN, Score, by_kind, by_source, paired
+from psearch_jax.eval.scores import LAST_TURN, Score, compare_paired, group_by_kind, group_by_source
 from psearch_jax.runtime.metrics import mean
 from psearch_jax.types import KINDS, UserError
 
@@ -186,13 +186,13 @@ def paired_table(
     pairs = {}
     for name in names:
         pairs[name] = (first[1][name], second[1][name])
-        parts = {f"{name}: {source}": group for source, group in matching_parts(*pairs[name], by_source).items()}
+        parts = {f"{name}: {source}": group for source, group in matching_parts(*pairs[name], group_by_source).items()}
         for title, both in (parts or {name: pairs[name]}).items():
             pairs[title] = both
-            pairs |= {f"{title}, {kind}": group for kind, group in matching_parts(*both, by_kind).items()}
+            pairs |= {f"{title}, {kind}": group for kind, group in matching_parts(*both, group_by_kind).items()}
     for name, (a, b) in pairs.items():
         for value, title in PAIRED.items():
-            d = paired(a, b, value)
+            d = compare_paired(a, b, value)
             numbers = [f"{d[key]:.3f}" for key in ("first", "second")] + [f"{d['difference']:+.3f}"]
             spread = [f"{d['low']:+.3f} to {d['high']:+.3f}", f"{d['p']:.4f}"]
             ratio = [f"{d['ratio']:.3f}", f"{d['ratio_low']:.3f}-{d['ratio_high']:.3f}"]

@@ -27,7 +27,7 @@ from psearch_jax.eval.evaluate import (
     trajectory_row,
     weights_digest,
 )
-from psearch_jax.eval.scores import by_kind, score, summarise
+from psearch_jax.eval.scores import group_by_kind, score, summarise
 from psearch_jax.models import lora
 from psearch_jax.rollout.sampling import id_words, row_keys
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError
@@ -109,7 +109,7 @@ def test_evaluation_runs_the_training_engine(tiny_tokenizer):
         progress=lambda done, of: seen.append((done, of)),
     )
     assert [t.question.id for t in trajectories] == ["0", "1", "2"] and seen[-1] == (3, 3)
-    kinds = {kind: summarise(group) for kind, group in by_kind(map(score, trajectories)).items()}
+    kinds = {kind: summarise(group) for kind, group in group_by_kind(map(score, trajectories)).items()}
     assert kinds["parallel"] | {"turns": 0, "tokens": 0, "context": 0} == {
         "em": 1.0,
         "f1": 1.0,

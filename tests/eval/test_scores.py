@@ -11,16 +11,16 @@ from helpers import PASSAGES
 
 from psearch_jax.eval import tables
 from psearch_jax.eval.scores import (
-    by_kind,
+    compare_paired,
     em_interval,
     figures,
-    finished_by_turn,
     from_row,
+    group_by_kind,
+    judge_splitting,
     majority_at,
-    paired,
     pass_at,
     score,
-    splitting,
+    share_finished,
     summarise,
     to_row,
 )
@@ -73,11 +73,11 @@ def test_summary_by_hand():
         "llm_calls": 8,
         "questions": 4,
     }
-    assert summarise([]) == {"questions": 0} and finished_by_turn([]) == []
-    assert finished_by_turn(FOUR) == [0.25, 0.5, 0.75, 0.75, 0.75, 0.75]
+    assert summarise([]) == {"questions": 0} and share_finished([]) == []
+    assert share_finished(FOUR) == [0.25, 0.5, 0.75, 0.75, 0.75, 0.75]
     assert summarise([SLOW])["decomposition_ratio"] == 0, "only the first executed search counts"
     assert summarise([SPLIT, scored(answer("Alan"), id=0, sample=1)])["questions"] == 1
-    groups = by_kind(FOUR)
+    groups = group_by_kind(FOUR)
     assert list(groups) == ["parallel", "single"] and len(groups["parallel"]) == 3
     initial = summarise([scored(search("a", "b", n=0), answer("Ada Lovelace"))])  # the host's search, not the policy's
     assert [initial[key] for key in ("searches", "sub_queries", "decomposition_ratio", "turns")] == [0, 0, 0, 1]
@@ -155,7 +155,7 @@ def test_splitting_by_hand():
         scored(search("a"), search("b", "c"), answer("x"), kind="single", id=6),  # the second search does not count
         scored(search("a", "b"), answer("x"), kind="mixed", id=7),
     ]
-    decisions = splitting(scores)
+    decisions = judge_splitting(scores)
     assert decisions["confusion"] == {
         "parallel": {"split": 3, "not_split": 1, "no_search": 0},
         "sequential": {"split": 1, "not_split": 0, "no_search": 1},
@@ -163,7 +163,7 @@ def test_splitting_by_hand():
         "mixed": {"split": 1, "not_split": 0, "no_search": 0},
     }
     assert (decisions["accuracy"], decisions["precision"], decisions["recall"]) == (round(5 / 7, 6), 0.75, 0.75)
-    only_mixed = splitting(scores[-1:])
+    only_mixed = judge_splitting(scores[-1:])
     assert (only_mixed["accuracy"], only_mixed["precision"], only_mixed["recall"]) == (None, None, None)
 
 
@@ -174,7 +174,7 @@ def test_controls_of_the_decision_to_split():
         scored(search("a"), answer("x"), id=1, kind="sequential", text="When was the mother of Ada Lovelace born?"),
         scored(search("a"), answer("x"), id=2, kind="sequential", text="Which war was between Rome and Carthage?"),
     ]
-    rates = splitting([comparison, *bridge])
+    rates = judge_splitting([comparison, *bridge])
     assert (rates["accuracy"], rates["never_split"], rates["word_heuristic"]) == (
         1.0,
         round(2 / 3, 6),
@@ -216,15 +216,15 @@ def test_paired_difference_against_the_exact_test():
     """p equals the enumerated sign flips; the ratio is undefined if the first mean is zero."""
     first = [scored(answer("no"), id=i) for i in range(8)]
     second = [scored(answer("Ada Lovelace" if i < 6 else "no"), id=i) for i in range(8)]
-    stats = paired(first, second[::-1])
+    stats = compare_paired(first, second[::-1])
     assert (stats["first"], stats["second"], stats["difference"], stats["questions"]) == (0, 0.75, 0.75, 8)
     assert stats["p"] == pytest.approx(2 / 2**6, abs=0.005), "p must be the chance that six signs agree"
     assert 0.37 <= stats["low"] <= 0.5 and stats["high"] == 1
-    assert math.isnan(stats["ratio"]) and paired(first, second) == pytest.approx(stats, nan_ok=True)
-    assert paired(first, first)["p"] == 1
+    assert math.isnan(stats["ratio"]) and compare_paired(first, second) == pytest.approx(stats, nan_ok=True)
+    assert compare_paired(first, first)["p"] == 1
     slow = [scored(search("a"), search("b"), answer("x"), id=0), scored(answer("x"), id=1)]
     fast = [scored(search("a", "b"), answer("x"), id=0), scored(answer("x"), id=1)]
-    assert paired(slow, fast, "turns")["ratio"] == 0.75, "a ratio of means, not a mean of ratios"
+    assert compare_paired(slow, fast, "turns")["ratio"] == 0.75, "a ratio of means, not a mean of ratios"
 
 
 def test_paired_interval_has_the_textbook_width():
@@ -235,7 +235,7 @@ def test_paired_interval_has_the_textbook_width():
     pairs = list(zip(base, flip, strict=True))
     first = [scored(answer("Ada Lovelace" if r else "no"), id=i) for i, r in enumerate(base)]
     second = [scored(answer("Ada Lovelace" if r or f else "no"), id=i) for i, (r, f) in enumerate(pairs)]
-    stats, difference = paired(first, second), (base | flip).astype(float) - base
+    stats, difference = compare_paired(first, second), (base | flip).astype(float) - base
     half_width = 1.96 * difference.std() / np.sqrt(500)
     assert stats["difference"] == pytest.approx(difference.mean(), abs=1e-6)
     assert stats["high"] - stats["low"] == pytest.approx(2 * half_width, rel=0.1)
@@ -245,7 +245,7 @@ def test_paired_interval_has_the_textbook_width():
 def test_other_questions_cannot_be_compared():
     """Only evaluations of the same questions are compared."""
     with pytest.raises(UserError, match="2 questions are in one evaluation only"):
-        paired([SPLIT], [SLOW])
+        compare_paired([SPLIT], [SLOW])
     with pytest.raises(UserError, match="no benchmark in common"):
         paired_table(("a", {"nq": [SPLIT]}), ("b", {"popqa": [SPLIT]}))
     assert "| nq | EM | 1.000 | 1.000 | +0.000 |" in paired_table(("a", {"nq": [SPLIT]}), ("b", {"nq": [SPLIT]}))

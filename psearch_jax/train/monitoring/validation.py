@@ -9,7 +9,7 @@ from typing import Any
 
 from psearch_jax.eval.benchmarks import PAIRS, is_paired
 from psearch_jax.eval.evaluate import evaluate
-from psearch_jax.eval.scores import by_kind, score, summarise
+from psearch_jax.eval.scores import group_by_kind, score, summarise
 from psearch_jax.runtime import processes, progress
 from psearch_jax.train.monitoring.records import write_json
 from psearch_jax.train.run import Run
@@ -42,7 +42,7 @@ def evaluate_policy(run: Run, temperature: float) -> dict[str, dict[str, float]]
     scores = [score(t) for t in trajectories]
     pairs = [s for s in scores if is_paired(s.source)]
     others = [s for s in scores if not is_paired(s.source)]
-    groups = {"all": others, **by_kind(others)} | ({PAIRS: pairs} if pairs else {})
+    groups = {"all": others, **group_by_kind(others)} | ({PAIRS: pairs} if pairs else {})
     return {name: summarise(group) for name, group in groups.items()}
 
 
