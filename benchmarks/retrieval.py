@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[6_000, 1_000_000], help="numbers of passages")
     parser.add_argument("--dimensions", type=int, default=384, help="width of a vector")
     flags = parser.parse_args(argv)
-    has_faiss, has_bm25s = timing.find_peers(True, "faiss"), timing.find_peers(True, "bm25s")
+    has_faiss, has_bm25s = timing.find_peers(True, "faiss"), timing.find_peers(True, "bm25s", "numba")
     lines: list[dict[str, Any]] = []
     for rows in flags.rows:
         lines += [{"rows": rows} | line for line in compare_vectors(rows, flags.dimensions, has_faiss)]

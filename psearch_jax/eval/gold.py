@@ -32,10 +32,10 @@ class GoldPassages:
             for title, fact in needed_passages(question):
                 queries = [f"{title} {question.query}", title]
                 queries += [f"{fact.relation} of {fact.entity}"] if fact else []
-                results = [passage for ranking in retriever.search(queries, DEPTH) for passage in ranking]
-                same = [p for p in results if normalise(p.title) == normalise(title)]
-                stating = [p for p in results if fact and states(p, fact)][:1]
-                gold |= {p.id: p for p in same or stating or results[:1]}
+                rankings = retriever.search(queries, DEPTH)
+                same = [p for ranking in rankings for p in ranking if normalise(p.title) == normalise(title)]
+                stating = [p for p in rankings[-1] if fact and states(p, fact)]
+                gold |= {p.id: p for p in same or stating[:1] or rankings[1][:1]}
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """All gold passages of a question, whatever `k` is; for other queries the retriever's `k` passages."""
