@@ -21,7 +21,7 @@ Results = Mapping[str, Mapping[str, Any]]  # of one arm, by run
 
 def report(experiment: Experiment, record: Mapping[str, Any]) -> str:
     """The figures of every arm, a table for each question set, and paired differences from the reference."""
-    arms = group_by_arm(record)
+    arms = {name: runs for name, runs in group_by_arm(record).items() if name in experiment.arms}
     unit = SEED if len({run.partition("/")[0] for results in arms.values() for run in results}) == 1 else COLD_START
     sets = list(dict.fromkeys(s for results in arms.values() for run in results.values() for s in run["after"]))
     parts = [experiment.claim]

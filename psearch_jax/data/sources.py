@@ -297,7 +297,6 @@ def _is_evidence(value: Any) -> bool:
 
 # What the evaluation reads, and of which form; in another form the name means something else in that data set.
 _RESERVED: dict[str, Callable[[Any], bool]] = {
-    "answer_parts": _is_texts,
     "chance": _is_share,
     "dependency": lambda value: isinstance(value, str),
     "evidences": _is_evidence,

@@ -17,7 +17,7 @@ import numpy as np
 from psearch_jax.eval.plans import plan_counts
 from psearch_jax.eval.surface import looks_parallel
 from psearch_jax.runtime.metrics import mean
-from psearch_jax.text.answers import exact_match, f1, loose_accuracy, normalise
+from psearch_jax.text.answers import exact_match, f1, normalise
 from psearch_jax.types import KINDS, EndStatus, Kind, Trajectory, UserError
 
 DIGITS = 6  # decimals kept of every figure
@@ -53,7 +53,6 @@ class Score:
     at_once: int = 0
     dependent: int = 0
     in_order: int = 0
-    loose: float | None = None  # share of the parts of a structured answer that were given
 
     @property
     def split(self) -> bool:
@@ -89,13 +88,7 @@ def score(t: Trajectory) -> Score:
         chance=question.metadata.get("chance"),
         looks_parallel=looks_parallel(question.text),
         **asdict(plan_counts(t)),
-        loose=_loose(t),
     )
-
-
-def _loose(t: Trajectory) -> float | None:
-    parts = t.question.metadata.get("answer_parts")
-    return round(loose_accuracy(t.answer, parts), DIGITS) if parts else None
 
 
 # ---- figures of one set ----
@@ -107,7 +100,6 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
     `decomposition_ratio`: share whose first search had two or more sub-queries. `decomposition_accuracy`: see
     `judge_splitting`, absent if no question counts. `independent_at_once`, `dependent_in_order`: the share of pairs of
     entities that were searched as the question's dependency plan allows (plans.py), absent without such pairs.
-    `loose_accuracy`: the mean share of an answer's parts that were given, absent unless all answers have parts.
     `chance`: EM of a random guess, absent unless known for every score. Without scores only `questions` is present.
     """
     if not scores:
@@ -124,8 +116,6 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
     ):
         if total := sum(getattr(s, pairs) for s in scores):
             figures[name] = sum(getattr(s, followed) for s in scores) / total
-    if all(s.loose is not None for s in scores):
-        figures["loose_accuracy"] = mean(s.loose for s in scores)
     if all(s.chance is not None for s in scores):
         figures["chance"] = mean(s.chance for s in scores)
     rounded = {name: round(value, DIGITS) for name, value in figures.items()}

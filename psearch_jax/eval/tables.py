@@ -27,7 +27,6 @@ PAIRED = {
 DETAILS = {
     "independent_at_once": "independent pairs searched at once",
     "dependent_in_order": "dependent pairs searched in order",
-    "loose_accuracy": "share of the answer's parts that were given",
 }
 ESCAPED = "\\|"  # a vertical bar inside a cell
 
@@ -58,7 +57,7 @@ def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
         parts.append("With several samples per question:\n\n" + samples_table(benchmarks))
     parts.append("Decomposition of the first search, regardless of the answer:\n\n" + splitting_table(benchmarks))
     if any(name in report["all"] for report in benchmarks.values() for name in DETAILS):
-        parts.append("By the questions' dependency plans and answer parts:\n\n" + details_table(benchmarks))
+        parts.append("Searches that follow the questions' dependency plans:\n\n" + details_table(benchmarks))
     return "\n\n".join(parts)
 
 

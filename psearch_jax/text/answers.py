@@ -34,15 +34,6 @@ def contains_words(text: str, words: str) -> bool:
     return bool(words) and f" {words} " in f" {text} "
 
 
-def loose_accuracy(prediction: str | None, parts: Sequence[str]) -> float:
-    """The share of the parts of an answer that occur in the prediction as complete words (FanOutQA, arXiv 2402.14116).
-
-    Their scorer also lemmatises, which finds inflected forms that this one misses.
-    """
-    text = normalise(prediction or "")
-    return sum(contains_words(text, normalise(part)) for part in parts) / len(parts)
-
-
 def _token_f1(prediction: list[str], gold: list[str]) -> float:
     if not prediction or not gold:
         return float(prediction == gold)

@@ -254,19 +254,6 @@ def test_other_questions_cannot_be_compared():
 # ---- on disk and in tables ----
 
 
-def test_parts_of_a_structured_answer():
-    """An answer's parts count one by one, as complete words."""
-    parts = ["Rhine", "1,233", "Elbe", "yes"]
-    scores = [
-        scored(answer("The Rhine: 1233 km; the Elbeblick: yes"), id=1, answer_parts=parts),
-        scored(search("a"), status="out_of_turns", id=2, answer_parts=parts),
-    ]
-    assert [s.loose for s in scores] == [0.75, 0.0] and DIRECT.loose is None
-    report = figures(scores)
-    assert report["all"]["loose_accuracy"] == 0.375 and "loose_accuracy" not in figures([*scores, DIRECT])["all"]
-    assert "| rivers | all |  |  | .375 |" in results({"rivers": report}, "p")
-
-
 def test_scores_come_back_from_disk():
     """Rows on disk keep all fields of a score."""
     for original in (*FOUR, scored(answer("x"), kind="mixed", id=9, dependency="mixed")):
