@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--corpus", required=True, help="corpus as for launch/build_index.py")
     parser.add_argument("--encoder", help="directory of a BERT encoder, which adds a row")
     flags = parser.parse_args(argv)
-    rows = [json.loads(line) for line in Path(flags.questions).read_bytes().splitlines() if line.strip()]
     corpus = open_corpus(flags.corpus)
+    rows = [json.loads(line) for line in Path(flags.questions).read_bytes().splitlines() if line.strip()]
     rankers: dict[str, Ranker] = {
         "hashing": exact_ranker(corpus, HashingEncoder().fit(corpus)),
         "BM25": Bm25Ranker.build(corpus),

@@ -173,7 +173,7 @@ def test_array_of_hotpotqa_and_2wiki(tmp_path):
 
 @pytest.mark.parametrize("value", [3, ["a", "b"], "high", [1, 2], True, 7.5])
 def test_names_that_another_set_uses_otherwise(tmp_path, value):
-    """A row's own `rounds`, or `chance` would end an evaluation after all its rollouts."""
+    """A row's own `rounds` or `chance` would end an evaluation after all its rollouts."""
     names = ("rounds", "evidences", "chance", "dependency", "graph", "supporting_titles")
     metadata = {"type": "bridge", "other": value} | dict.fromkeys(names, value)
     (question,) = read_questions(write(tmp_path / "x.jsonl", [row(metadata=metadata)]))

@@ -96,4 +96,4 @@ def test_help_and_other_names():
     done = completed([sys.executable, PROGRAM, "retreival"])
     assert done.returncode == 2 and f"accepted: {names}" in done.stderr
     done = completed([sys.executable, PROGRAM, "recall", "--questions=none.jsonl", "--corpus=none.jsonl"])
-    assert done.returncode != 0
+    assert done.returncode == 2 and "none.jsonl" in done.stderr
