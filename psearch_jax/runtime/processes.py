@@ -11,21 +11,17 @@ import pickle
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from psearch_jax.types import UserError
 from retrieval.protocol import CorpusError, RetrievalError
 
 T = TypeVar("T")
-_MESH: ContextVar[Mesh | None] = ContextVar("mesh of exchanges", default=None)
 HEARTBEAT_S = 20  # after this time without a heartbeat a process counts as dead, and the run ends
 _START_S = 300  # how long a process waits for the others to start
 _HEADER = struct.Struct("<Q")
@@ -113,20 +109,6 @@ def lost(error: BaseException) -> bool:
     return False
 
 
-@contextmanager
-def exchanging_on(mesh: Mesh) -> Iterator[None]:
-    """In this context, of this thread, messages are exchanged through devices of `mesh` only: one of each process.
-
-    Threads that use separate devices can exchange messages at the same time. On the same devices they would deadlock
-    if two processes ran their programs in different orders.
-    """
-    token = _MESH.set(mesh)
-    try:
-        yield
-    finally:
-        _MESH.reset(token)
-
-
 def allgather(work: Callable[[], T]) -> list[T]:
     """Runs `work` in every process and returns the results of all processes, in process order.
 
@@ -187,7 +169,7 @@ def _gather(message: bytes) -> list[bytes]:
     head = np.zeros(_SMALL, np.uint8)
     framed = _HEADER.pack(len(message)) + message
     head[: min(len(framed), _SMALL)] = np.frombuffer(framed[:_SMALL], np.uint8)
-    heads = _rows(head)
+    heads = _exchange(head)
     lengths = [_HEADER.unpack(row[: _HEADER.size])[0] for row in heads]
     parts = [[row[_HEADER.size :]] for row in heads]
     done, longest = _SMALL - _HEADER.size, max(lengths)
@@ -196,24 +178,15 @@ def _gather(message: bytes) -> list[bytes]:
         piece = np.zeros(size, np.uint8)
         rest = message[done : done + size]
         piece[: len(rest)] = np.frombuffer(rest, np.uint8)
-        for part, row in zip(parts, _rows(piece), strict=True):
+        for part, row in zip(parts, _exchange(piece), strict=True):
             part.append(row)
         done += size
     return [b"".join(part)[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
-def _rows(own: np.ndarray) -> list[bytes]:
-    """The bytes `own` [N] of every process."""
-    mesh = _MESH.get()
-    if mesh is None:
-        return [bytes(row) for row in multihost_utils.process_allgather(own)]
-    of = {device.process_index: device for device in mesh.devices.flat}
-    line = Mesh(np.array([of[index] for index in range(jax.process_count())]), ("process",))
-    here = jax.device_put(own[None], of[jax.process_index()])
-    sharding = NamedSharding(line, PartitionSpec("process"))
-    together = jax.make_array_from_single_device_arrays((line.size, len(own)), sharding, [here])
-    with jax.set_mesh(line):  # in place of the caller's mesh, which may have other devices
-        return [bytes(row) for row in multihost_utils.process_allgather(together, tiled=True)]
+def _exchange(message: np.ndarray) -> list[bytes]:
+    """The messages [N] uint8 of all processes."""
+    return [bytes(row) for row in multihost_utils.process_allgather(message)]
 
 
 def _portable(error: Exception) -> Exception:
