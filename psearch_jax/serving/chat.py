@@ -125,7 +125,7 @@ def make_app(
       examples: questions that the page offers.
       hosts: without a token, the host names that clients may use; empty: any.
     """
-    metrics, requests = Metrics(), http.Room("questions", limits.requests)
+    metrics, requests = Metrics(), http.Capacity("questions", limits.requests)
     card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "psearch_jax"}
 
     async def completions(request: Request) -> Response:

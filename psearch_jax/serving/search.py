@@ -87,12 +87,12 @@ class ServingSearch:
             results = self._retriever.search(queries)
         except BaseException as error:  # a panic in a Rust library does not derive from Exception
             log.warning("a search for %d questions failed: %s", len(queries), " ".join(str(error).split())[:300])
-            for order, own in queries.items():
+            for order, rollout_queries in queries.items():
                 if len(queries) > 1 and time.monotonic() < deadline:
                     try:
-                        results |= self._retriever.search({order: own})
+                        results |= self._retriever.search({order: rollout_queries})
                         continue
-                    except BaseException as own_error:
-                        error = own_error
+                    except BaseException as retry_error:
+                        error = retry_error
                 failures[order] = f"the search failed ({type(error).__name__})"
         return results, failures

@@ -47,7 +47,7 @@ class Bounds:
     requests: int = 256  # answered at the same time
 
 
-class Room:
+class Capacity:
     """A limit on the total of the amounts that concurrent requests take."""
 
     def __init__(self, what: str, most: int):

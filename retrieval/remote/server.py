@@ -134,7 +134,7 @@ def make_app(
     about = retriever.describe()
     metrics = Metrics()
     batcher = Batcher(retriever, MAX_QUERIES, metrics.batch.observe)
-    requests, rows = http.Room("requests", limits.requests), http.Room("passages", limits.rows_at_once)
+    requests, rows = http.Capacity("requests", limits.requests), http.Capacity("passages", limits.rows_at_once)
 
     async def answer(request: Request) -> Response:
         body = await http.read_body(request, limits)

@@ -29,7 +29,7 @@ ASK = [sys.executable, "launch/ask.py"]
 
 
 def test_questions_are_answered_by_two_methods_beside_each_other():
-    """An answer would belong to another question, or the method of one search at a time would run several at once."""
+    """Both methods answer each question, and the sequential one runs one query per search."""
     asked = questions(ClosedWorld.make(0), "eval", "parallel", 2, 0)
     done = completed([*ASK, "--json", "--compare=search_r1", *(q.text for q in asked)])
     assert done.returncode == 0, done.stderr[-2000:]
@@ -43,7 +43,7 @@ def test_questions_are_answered_by_two_methods_beside_each_other():
 
 
 def test_without_anything_an_example_is_asked_and_shown():
-    """The first command that a newcomer types would not end in an answer."""
+    """Without arguments, an example question is answered."""
     done = completed(ASK)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
@@ -53,7 +53,7 @@ def test_without_anything_an_example_is_asked_and_shown():
 
 
 def test_a_users_own_passages_are_searched_and_lines_of_standard_input_asked(tmp_path):
-    """The toy policy would search its own world although the user named a corpus, or an input line would be lost."""
+    """A corpus that the user names replaces the toy world, and every input line is a question."""
     row = {"id": "mine", "title": "", "text": "The hometown of Zzyzx is Quibber."}
     (tmp_path / "corpus.jsonl").write_text(json.dumps(row) + "\n")
     command = [*ASK, "--json", f"--corpus={tmp_path / 'corpus.jsonl'}"]
@@ -67,7 +67,7 @@ def test_a_users_own_passages_are_searched_and_lines_of_standard_input_asked(tmp
 
 
 def test_a_stopped_list_of_questions_is_not_taken_for_a_complete_one():
-    """Ctrl-C ends with exit code 0, or writes a line that is not JSON into a file of answers."""
+    """Ctrl-C ends with its own exit code, and writes nothing but JSON to standard output."""
     asking = subprocess.Popen(
         [*ASK, "--json"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -81,14 +81,14 @@ def test_a_stopped_list_of_questions_is_not_taken_for_a_complete_one():
 
 
 def test_a_reader_that_has_enough_is_no_error():
-    """`| head -1` ends in a traceback of BrokenPipeError."""
+    """`| head -1` ends without a traceback."""
     command = f"{sys.executable} launch/ask.py --json {shlex.quote(SEARCHED)} {shlex.quote(SEARCHED)} | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert json.loads(done.stdout)["question"] == SEARCHED and "Traceback" not in done.stderr, done.stderr
 
 
 def test_svg_contains_all_output(tmp_path):
-    """The SVG would crop long passages, be invalid XML, or load fonts from elsewhere."""
+    """The SVG is valid, has every line of the output, and loads nothing."""
     picture = tmp_path / "new" / "ask.svg"
     done = completed([*ASK, SEARCHED, f"--svg={picture}"])
     assert done.returncode == 0, done.stderr[-2000:]
@@ -125,14 +125,14 @@ def test_svg_contains_all_output(tmp_path):
     ],
 )
 def test_what_cannot_be_asked_is_one_line(arguments, named):
-    """Bad input would end in a traceback, or in an error that does not name it."""
+    """Bad input ends with code 2 and an error that names it."""
     done = completed([*ASK, *arguments])
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr and last, done.stderr
 
 
 def test_the_token_of_a_runs_server_goes_to_no_other(monkeypatch):
-    """The token of the run's own server would be sent to the server of --retriever_url, or be required for it."""
+    """The token of the run's own server is not sent to the server of --retriever_url."""
     with flagsaver.flagsaver(model="toy", retriever_url="http://127.0.0.1:9/retrieve"):
         own = Config(retrieval=RetrievalSection(url="http://own:1/retrieve", token_file="/run/secrets/own"))
         assert policy_flags.config("toy", own).retrieval == RetrievalSection(url="http://127.0.0.1:9/retrieve")
@@ -149,7 +149,7 @@ def test_the_token_of_a_runs_server_goes_to_no_other(monkeypatch):
 
 
 def test_named_passages_replace_those_of_the_run(given):
-    """A run's own index is searched, and recorded next to the corpus that the user named."""
+    """A corpus that the user names replaces the run's own index."""
     own = Config(retrieval=RetrievalSection(index="old", token_file="secret", topk=5))
     with flagsaver.flagsaver(model="toy"):
         given({"retrieval.corpus": "new.jsonl"})
@@ -182,7 +182,7 @@ def test_a_user_waits_for_a_server_as_long_as_they_say(given):
 
 @pytest.mark.parametrize(("field", "value"), [("rollout.slots", 3), ("data.prompt", "row")])
 def test_a_field_without_effect_is_refused(given, field, value):
-    """A user would take the answers for those of the setting that they named."""
+    """A setting that would have no effect is refused."""
     given({field: value})
     with (
         flagsaver.flagsaver(model="toy"),
@@ -208,14 +208,13 @@ def test_adapters_for_a_run_are_refused(given, tmp_path):
         policy_flags.config(str(run))
 
 
-@pytest.mark.parametrize("first", ["search_r1", "r1"])
-def test_the_method_beside_is_whole(first):
-    """The second method would keep what the first, a baseline, changed: it would never split, or never search."""
+def test_the_compared_method_is_complete():
+    """The second method has its own prompt and settings, not those of the first."""
     toy = from_mapping(smoke.get_config().to_dict())
     toy = replace(toy, model=replace(toy.model, path=""), data=replace(toy.data, template="parallel"))
     toy = replace(toy, rollout=replace(toy.rollout, context_tokens=2048, prompt_tokens=1024))
-    parts = build.from_path(replace(toy, method=first), "toy")
-    second = build.by_method(parts, replace(toy, method=first), "parallelsearch")
+    parts = build.from_path(replace(toy, method="search_r1"), "toy")
+    second = build.by_method(parts, replace(toy, method="search_r1"), "parallelsearch")
     expected = build.from_path(replace(toy, method="parallelsearch"), "toy").collector
     assert second.parts.rollout == expected.parts.rollout and second.parts.retrieval == expected.parts.retrieval
     (asked,) = questions(parts.world, "eval", "parallel", 1, 0)
@@ -223,7 +222,7 @@ def test_the_method_beside_is_whole(first):
 
 
 def test_a_tokenizer_that_lies_elsewhere_now(tmp_path):
-    """A run made on another machine records a path of that machine: nobody could ask questions or serve it here."""
+    """A tokenizer path of another machine gives way to the model's own, unless the user named it."""
     there, gone = str(TOY_POLICY), str(tmp_path / "cache" / "snapshots" / "1")
     for first, recorded, expected in [
         ("toy", gone, there),
