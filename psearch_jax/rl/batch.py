@@ -72,15 +72,15 @@ def micro_batches(
     lengths = np.sort(batch.length[batch.length > 0])[::-1].tolist()
     max_per_row = per_row or 0  # 0: any number, and no need to count
     candidates = [
-        _shrunk(_opened(lengths, widths, min_width, rows, max_per_row), lengths, widths, rows, max_per_row)
+        _shrink(_open_rows(lengths, widths, min_width, rows, max_per_row), lengths, widths, rows, max_per_row)
         for min_width in widths
     ]
     # Rows of several widths were opened one at a time, so packing into all of them at once can fail. With rows of
     # one width it always succeeds.
-    fitting = [candidate for candidate in candidates if _fitted(lengths, candidate, rows, max_per_row) is not None]
+    fitting = [candidate for candidate in candidates if _fit(lengths, candidate, rows, max_per_row) is not None]
     row_widths = min(fitting, key=lambda candidate: _cost(candidate, widths[-1]))
     order = [int(i) for i in np.argsort(-batch.length, kind="stable") if batch.length[i] > 0]
-    bins = _fitted(lengths, row_widths, rows, max_per_row)
+    bins = _fit(lengths, row_widths, rows, max_per_row)
     assert bins is not None, "the chosen widths were checked to fit"
     places: list[list[Place]] = [[] for _ in row_widths]
     used: dict[int, int] = {}
@@ -88,7 +88,7 @@ def micro_batches(
         micro_batch, row = divmod(at, rows)
         places[micro_batch].append(Place(i, row, used.get(at, 0)))
         used[at] = used.get(at, 0) + int(batch.length[i])
-    return [(own, _packed(batch, own, rows, width)) for own, width in zip(places, row_widths, strict=True)]
+    return [(placed, _pack(batch, placed, rows, width)) for placed, width in zip(places, row_widths, strict=True)]
 
 
 def padding(pieces: Sequence[tuple[list[Place], MicroBatch]]) -> float:
@@ -102,7 +102,9 @@ def _cost(row_widths: Sequence[int], context: int) -> float:
     return sum(width + width**2 / (4 * context) for width in row_widths)
 
 
-def _opened(lengths: Sequence[int], widths: Sequence[int], min_width: int, rows: int, max_per_row: int) -> list[int]:
+def _open_rows(
+    lengths: Sequence[int], widths: Sequence[int], min_width: int, rows: int, max_per_row: int
+) -> list[int]:
     """Widths, widest first, of micro-batches that hold `lengths` (descending) in rows of at least `min_width`."""
     room: list[tuple[int, int]] = []  # of each open row its free positions and trajectories, by free positions
     opened = []
@@ -118,13 +120,13 @@ def _opened(lengths: Sequence[int], widths: Sequence[int], min_width: int, rows:
     return sorted(opened, reverse=True)[::rows]
 
 
-def _fitted(lengths: Sequence[int], row_widths: Sequence[int], rows: int, max_per_row: int) -> list[int] | None:
+def _fit(lengths: Sequence[int], row_widths: Sequence[int], rows: int, max_per_row: int) -> list[int] | None:
     """Best fit: the row of each of `lengths` (descending), the fullest with room for it; None if one does not fit.
 
     Rows are numbered across the micro-batches, `rows` in each. `max_per_row` is the number of lengths that a row has
     room for (0: any number).
     """
-    # As in `_opened`: of equally full rows, the one with fewer lengths.
+    # As in `_open_rows`: of equally full rows, the one with fewer lengths.
     room = sorted((width, 0, row) for row, width in enumerate(width for width in row_widths for _ in range(rows)))
     out = []
     for length in lengths:
@@ -138,7 +140,7 @@ def _fitted(lengths: Sequence[int], row_widths: Sequence[int], rows: int, max_pe
     return out
 
 
-def _shrunk(
+def _shrink(
     row_widths: list[int], lengths: Sequence[int], widths: Sequence[int], rows: int, max_per_row: int
 ) -> list[int]:
     """Narrows or removes micro-batches while all lengths fit, trying the largest savings first."""
@@ -148,13 +150,13 @@ def _shrunk(
             fewer = list(row_widths)
             fewer.remove(old)
             fewer = sorted([*fewer, new] if new else fewer, reverse=True)
-            if sum(fewer) * rows < sum(lengths) or _fitted(lengths, fewer, rows, max_per_row) is None:
+            if sum(fewer) * rows < sum(lengths) or _fit(lengths, fewer, rows, max_per_row) is None:
                 break
             row_widths = fewer
     return row_widths
 
 
-def _packed(batch: TrainBatch, places: Sequence[Place], rows: int, width: int) -> MicroBatch:
+def _pack(batch: TrainBatch, places: Sequence[Place], rows: int, width: int) -> MicroBatch:
     moved = [name for name in TrainBatch.__dataclass_fields__ if name != "length"]
     out = {name: np.zeros((rows, width), getattr(batch, name).dtype) for name in moved}
     segments, positions = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)

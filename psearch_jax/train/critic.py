@@ -29,8 +29,8 @@ VALUE_CLIP = 0.5  # a value that moves further than this in one step does not lo
 
 def critic_learning(config: Config) -> LearningSection:
     """The policy's learning settings, with the learning rate and warm-up ratio of section `critic`."""
-    own = config.critic
-    return replace(config.learning, learning_rate=own.learning_rate, warmup_ratio=own.warmup_ratio)
+    section = config.critic
+    return replace(config.learning, learning_rate=section.learning_rate, warmup_ratio=section.warmup_ratio)
 
 
 def token_values(model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:

@@ -15,7 +15,7 @@ from pathlib import Path
 from psearch_jax.config import RolloutSection
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import locate, write_atomically
-from psearch_jax.train.rollout_files import described, packed, trajectory_of, unpacked
+from psearch_jax.train.rollout_files import describe, pack, parse_trajectory, unpack
 from psearch_jax.types import Question, Trajectory, UserError
 
 FOLDER = "rollouts"
@@ -30,12 +30,12 @@ def write(workdir: Path, step: int, draws: Sequence[Sequence[Trajectory]]) -> No
     if not processes.first():
         return
     rows = [
-        ({**described(t), "draw": number}, (t.ids, t.mask, t.logprobs))
+        ({**describe(t), "draw": number}, (t.ids, t.mask, t.logprobs))
         for number, draw in enumerate(draws)
         for t in draw
     ]
     (workdir / FOLDER).mkdir(exist_ok=True)
-    write_atomically(_file(workdir, step), packed(rows, draws=len(draws)))
+    write_atomically(_file(workdir, step), pack(rows, draws=len(draws)))
 
 
 class Recording:
@@ -79,12 +79,12 @@ class Recording:
             return self._draws
         file = _file(self._run, step)
         try:
-            rows, facts = unpacked(file.read_bytes())
+            rows, facts = unpack(file.read_bytes())
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: cannot be read ({error}), accepted: a file of recorded rollouts") from None
         draws: list[list[Trajectory]] = [[] for _ in range(facts["draws"])]
         for row, arrays in rows:
-            draws[row["draw"]].append(trajectory_of(row, arrays))
+            draws[row["draw"]].append(parse_trajectory(row, arrays))
         trajectories = [t for draw in draws for t in draw]
         sizes = set(Counter((t.question.source, t.question.id) for t in trajectories).values())
         longest = max((len(t.ids) for t in trajectories), default=0)

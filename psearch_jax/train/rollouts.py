@@ -81,8 +81,8 @@ def _sample(run: Run, questions: Sequence[Question], step: int, rollouts: Rollou
     with progress.step("rollouts", len(questions) * samples, patient=True):
         if not run.stream.ready:
             run.stream.run(run.sampling_weights(), step, config.rollout.temperature, on_progress)
-        own = run.stream.take()
-        collected = processes.in_order(own, samples)  # from here on every process computes the same
+        # From here on every process computes the same.
+        collected = processes.in_order(run.stream.take(), samples)
     rollouts.usage += run.stream.spent()
     known = {t.question.identity for t in rollouts.trajectories}
     return [t for t in collected if t.question.identity not in known]

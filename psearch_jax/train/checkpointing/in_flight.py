@@ -17,7 +17,15 @@ from psearch_jax.rollout.queued import Suspended, Waiting
 from psearch_jax.rollout.stream import InFlight
 from psearch_jax.rollout.turns import Rollout
 from psearch_jax.runtime import processes
-from psearch_jax.train.rollout_files import Arrays, described, packed, question_of, trajectory_of, turn_of, unpacked
+from psearch_jax.train.rollout_files import (
+    Arrays,
+    describe,
+    pack,
+    parse_question,
+    parse_trajectory,
+    parse_turn,
+    unpack,
+)
 
 
 def saved(own: InFlight, samples: int) -> dict[str, Any]:
@@ -37,7 +45,7 @@ def saved(own: InFlight, samples: int) -> dict[str, Any]:
         [sum(part.batches[i].start for part in parts), sum(part.batches[i].stop for part in parts)]
         for i in range(len(own.batches))
     ]
-    content = packed(rows, added=sum(part.added for part in parts), batches=batches)
+    content = pack(rows, added=sum(part.added for part in parts), batches=batches)
     return {"rollouts": base64.b64encode(content).decode()}
 
 
@@ -47,7 +55,7 @@ def restored(record: dict[str, Any], samples: int) -> InFlight:
     Raises:
       ValueError: the record is damaged.
     """
-    rows, facts = unpacked(base64.b64decode(record["rollouts"]))
+    rows, facts = unpack(base64.b64decode(record["rollouts"]))
     count, me = jax.process_count(), jax.process_index()
     waiting: list[Waiting] = []
     suspended: list[Suspended] = []
@@ -58,14 +66,14 @@ def restored(record: dict[str, Any], samples: int) -> InFlight:
             continue
         order = group // count * samples + sample
         if row["state"] == "ended":
-            results[order] = trajectory_of(row, arrays)
+            results[order] = parse_trajectory(row, arrays)
             continue
         key = np.asarray(row["key"], np.uint32)
-        question, prompt_length = question_of(row["question"]), row["prompt_length"]
+        question, prompt_length = parse_question(row["question"]), row["prompt_length"]
         if row["state"] == "waiting":
             waiting.append(Waiting(order, question, sample, arrays[0].tolist(), key))
             continue
-        turns, versions = list(map(turn_of, row["turns"])), [(int(at), int(v)) for at, v in row["versions"]]
+        turns, versions = list(map(parse_turn, row["turns"])), [(int(at), int(v)) for at, v in row["versions"]]
         rollout = Rollout(order, question, sample, prompt_length, row["turn_start"], turns, versions)
         suspended.append(Suspended(rollout, *arrays, key, row["turn_left"], row["automaton"]))
     waiting.sort(key=lambda one: one.order)  # with fewer processes than before, the order of several is merged
@@ -95,5 +103,5 @@ def _rows(part: InFlight) -> list[tuple[dict[str, Any], Arrays]]:
         rows.append(({**row, "state": "suspended", "order": live.order}, arrays))
     for order, trajectory in part.results.items():
         arrays = trajectory.ids, trajectory.mask, trajectory.logprobs
-        rows.append(({**described(trajectory), "state": "ended", "order": order}, arrays))
+        rows.append(({**describe(trajectory), "state": "ended", "order": order}, arrays))
     return rows
