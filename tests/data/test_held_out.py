@@ -22,7 +22,7 @@ def write(path, questions):
 
 
 def test_what_is_held_out_depends_on_the_question_alone():
-    """A question that is held out only after the file grew or was sorted was trained on, and inflates the score."""
+    """A question's source and id decide, not the other questions or their order; larger shares hold out more."""
     train, held = hold_out(QUESTIONS, 0.1)
     assert 70 <= len(held) <= 130 and sorted(q.id for q in train + held) == sorted(q.id for q in QUESTIONS)
     shuffled = random.Random(0).sample(QUESTIONS, 700)
@@ -34,7 +34,7 @@ def test_what_is_held_out_depends_on_the_question_alone():
 
 
 def test_the_few_that_are_asked():
-    """The validation set changes after a resume, or has only one kind, so that scores cannot be compared."""
+    """The few questions asked are of every kind and do not depend on the order of the file."""
     picked = pick(QUESTIONS, 5)
     assert [q.kind for q in picked] == [kind for kind in KINDS for _ in range(5)]
     assert pick(random.Random(1).sample(QUESTIONS, 1000), 5) == picked
@@ -42,14 +42,14 @@ def test_the_few_that_are_asked():
 
 
 def test_a_share_that_holds_out_nothing_is_refused():
-    """An empty validation or training set is only noticed at the first step."""
+    """Both parts must have questions."""
     for questions, share in ((QUESTIONS[:3], 1e-9), (QUESTIONS[:3], 1 - 1e-9)):
         with pytest.raises(UserError, match="config.data.validation_share: .* of 3 questions holds out"):
             hold_out(questions, share)
 
 
 def test_a_prepared_set_is_split_without_being_kept(tmp_path):
-    """A split of a lazily read set loads all of it, returns held-out questions, or resumes as the full set."""
+    """A prepared set is split lazily, and a position in the part is not one in the full set."""
     prepared = prepare([("set", write(tmp_path / "a.jsonl", QUESTIONS[:200]))], "train", tmp_path / "out")
     train, held = hold_out(prepared, 0.2)
     assert not isinstance(train, list) and len(train) + len(held) == 200
@@ -62,7 +62,7 @@ def test_a_prepared_set_is_split_without_being_kept(tmp_path):
 
 
 def test_what_a_run_trains_on_and_validates_with(tmp_path, caplog):
-    """Validation questions are also training questions, and no warning says so."""
+    """Validation questions are held out or from a file; those that are also trained on cause a warning."""
     source, other = write(tmp_path / "a.jsonl", QUESTIONS[:100]), write(tmp_path / "b.jsonl", QUESTIONS[90:130])
 
     def split(kind="", **data):

@@ -31,7 +31,7 @@ def command(*arguments, expect=0):
 
 
 def test_prepared_questions_are_those_of_their_files(tmp_path):
-    """Writing to array_record files changes answers, kinds, metadata or order."""
+    """Questions come back from array_record files unchanged and in order."""
     first, second = write(tmp_path / "a.jsonl", 7), write(tmp_path / "b.jsonl", 5, "bridge")
     prepared = prepare([("hotpotqa", first), ("nq", second)], "train", tmp_path / "out")
     expected = read_questions(first, "hotpotqa") + read_questions(second, "nq")
@@ -41,14 +41,14 @@ def test_prepared_questions_are_those_of_their_files(tmp_path):
 
 
 def test_tfds_reads_it_by_its_name(tmp_path):
-    """Only this project can open the data set."""
+    """TFDS itself can open the dataset."""
     prepare([("nq", write(tmp_path / "a.jsonl", 3))], "validation", tmp_path / "out")
     rows = tfds.data_source("psearch_qa", data_dir=tmp_path / "out", split="validation")
     assert [row["question"] for row in rows] == [b"Who is 0?", b"Who is 1?", b"Who is 2?"]
 
 
 def test_position_in_a_prepared_set(tmp_path):
-    """A resumed run sees other questions, or silently continues in another set."""
+    """A position in a prepared set is the same as in its file, and is refused in another set."""
     files = [write(tmp_path / f"{name}.jsonl", 20) for name in "ab"]
     first = prepare([("x", files[0])], "train", tmp_path / "first")
     second = prepare([("y", files[1])], "train", tmp_path / "second")
@@ -67,7 +67,7 @@ def test_position_in_a_prepared_set(tmp_path):
 
 
 def test_an_id_in_two_sources_of_one_name(tmp_path):
-    """Two halves of a set overlap: a question is twice in one epoch, and its groups are taken for one."""
+    """Two sources of one name must not share an id; nothing is left behind."""
     files = [write(tmp_path / f"{name}.jsonl", 3) for name in "ab"]
     with pytest.raises(UserError, match=r"b\.jsonl:1: field id: 'q0' was already used in .*a\.jsonl:1"):
         prepare([("nq", files[0]), ("nq", files[1])], "train", tmp_path / "out")
@@ -76,7 +76,7 @@ def test_an_id_in_two_sources_of_one_name(tmp_path):
 
 
 def test_damaged_sets_are_refused(tmp_path):
-    """A truncated file ends a run at a random step."""
+    """Truncated, empty or missing files are noticed when the set is opened."""
     out = tmp_path / "out"
     prepare([("nq", write(tmp_path / "a.jsonl", 50))], "train", out)
     (record,) = out.rglob("*array_record*")
@@ -128,7 +128,7 @@ class TriviaQa(NaturalQuestionsOpen):
 
 @pytest.mark.parametrize("builder", [NaturalQuestionsOpen, TriviaQa])
 def test_sets_of_tfds(tmp_path, builder):
-    """The answers of TFDS's sets are read as bytes, as one string, or not at all."""
+    """Sets of TFDS are read with their answers, as a list or as TriviaQA's record."""
     made = builder(data_dir=tmp_path / "tfds", file_format="array_record")
     made.download_and_prepare()
     questions = open_questions(f"tfds:{made.data_path}:train", "set")
@@ -145,7 +145,7 @@ def test_sets_of_tfds(tmp_path, builder):
 
 
 def test_leaks_are_found_by_their_words():
-    """Training questions in a benchmark go unnoticed if capitals, articles or punctuation differ."""
+    """Questions that differ only in capitals, articles or punctuation are the same."""
     training = [Question("nq", "1", "Who wrote the Iliad?", ("Homer",), "single")]
     asked = [
         Question("dev", "a", "who wrote Iliad", ("Homer",), "single"),
@@ -155,7 +155,7 @@ def test_leaks_are_found_by_their_words():
 
 
 def test_the_command(tmp_path):
-    """docs/data.md: bad rows, a second call and wrong flags get one line each, and nothing is half-written."""
+    """Bad rows, a second call and wrong flags get one line each, and nothing is half-written."""
     file, out = Path(write(tmp_path / "a.jsonl", 3)), tmp_path / "out"
     with file.open("a") as more:
         more.write('{"id": "bad"}\n')

@@ -52,7 +52,7 @@ def write_parquet(path, rows):
 
 
 def test_hotpot_file(shared_data):
-    """A label read from the wrong field: comparisons would be trained as sequential questions."""
+    """HotpotQA's rows are read with their ids, answers and kinds."""
     questions = read_questions(shared_data / "hotpotqa100" / "questions.jsonl", "hotpotqa")
     assert Counter(q.kind for q in questions) == {"parallel": 22, "sequential": 78}
     first = questions[0]
@@ -62,7 +62,7 @@ def test_hotpot_file(shared_data):
 
 
 def test_every_label_of_the_sets(tmp_path):
-    """A 2Wiki or MultiHop-RAG label that falls back to a kind with another reward."""
+    """Every label of the data sets has its kind."""
     kind_of_label = {
         "comparison": "parallel",
         "comparison_query": "parallel",
@@ -104,7 +104,7 @@ def test_rows_are_read_as_they_are(tmp_path, changes, field, value):
 
 
 def test_blank_lines_and_whole_number_ids(tmp_path):
-    """A blank last line or a numeric id must not stop a run; line numbers still count blank lines."""
+    """Blank lines are skipped but counted, and numeric ids are strings."""
     file = tmp_path / "x.jsonl"
     file.write_text("\n" + json.dumps(row(id=7)) + "\n\n" + json.dumps(row(id=7)) + "\n")
     with pytest.raises(UserError, match=r"x\.jsonl:4: field id: '7' was already used in .*x\.jsonl:2$"):
@@ -112,7 +112,7 @@ def test_blank_lines_and_whole_number_ids(tmp_path):
 
 
 def test_text_that_cannot_be_written_is_replaced(tmp_path):
-    """A lone surrogate from broken JSON would end the run when the first trajectory is written."""
+    """Lone surrogates, which cannot be encoded, become question marks."""
     file = tmp_path / "x.jsonl"
     file.write_text(json.dumps(row(question="Who \ud83d is \U0001f600 older?")) + "\n")
     (question,) = read_questions(file)
@@ -125,7 +125,7 @@ def test_text_that_cannot_be_written_is_replaced(tmp_path):
 
 
 def test_parquet_of_parallel_search(tmp_path, tiny_tokenizer):
-    """Unrelated questions put into one group: indices start again with each set of a merged file."""
+    """A row's own source is part of its identity: indices start again with each set of a merged file."""
     rows = [parquet_row(0), parquet_row(1, "bridge"), parquet_row(0, "na", source="nq")]
     questions = read_questions(write_parquet(tmp_path / "train.parquet", rows), "ignored")
     assert [(q.source, q.id, q.kind) for q in questions] == [
@@ -151,7 +151,7 @@ def test_parquet_with_the_original_columns(tmp_path):
 
 
 def test_array_of_hotpotqa_and_2wiki(tmp_path):
-    """The sets' own files have other field names: they would be refused, or read without labels."""
+    """The sets' own files are read with their labels, triples and titles."""
     rows = [
         {"_id": "5a8b", "question": "Who?", "answer": "Ada", "type": "comparison", "level": "hard", "context": [[1]]},
         {"_id": "5a8c", "question": "Where?", "answer": "Rome", "type": "bridge_comparison", "evidences": [["a"]]},
@@ -173,7 +173,7 @@ def test_array_of_hotpotqa_and_2wiki(tmp_path):
 
 @pytest.mark.parametrize("value", [3, ["a", "b"], "high", [1, 2], True, 7.5])
 def test_names_that_another_set_uses_otherwise(tmp_path, value):
-    """A row's own `rounds` or `chance` would end an evaluation after all its rollouts."""
+    """Reserved names with values of another form are left out, so that an evaluation can use the rest."""
     names = ("rounds", "evidences", "chance", "dependency", "graph", "supporting_titles")
     metadata = {"type": "bridge", "other": value} | dict.fromkeys(names, value)
     (question,) = read_questions(write(tmp_path / "x.jsonl", [row(metadata=metadata)]))
@@ -183,7 +183,7 @@ def test_names_that_another_set_uses_otherwise(tmp_path, value):
 
 
 def test_array_of_multihop_rag(tmp_path):
-    """Its rows have no ids: indices that shift when a bad row is skipped would name other questions."""
+    """Rows without ids are named by their index, which does not shift when a bad row is skipped."""
     kinds = ("comparison_query", "inference_query", "temporal_query", "null_query")
     rows = [
         {"query": f"q{i}?", "answer": "Yes", "question_type": kind, "evidence_list": []}
@@ -206,7 +206,7 @@ def test_array_of_multihop_rag(tmp_path):
 
 
 def test_rows_of_browsecomp_plus(tmp_path):
-    """The id would be looked for under another name, or documents of megabytes be kept with every question."""
+    """BrowseComp-Plus's field names are read, and its documents are not kept."""
     documents = [{"docid": "7", "text": "long"}]
     row = {"query_id": "12", "query": "Who?", "answer": "Ada", "gold_docs": documents, "negative_docs": documents}
     (tmp_path / "decrypted.jsonl").write_text(json.dumps(row) + "\n")
@@ -218,7 +218,7 @@ def test_rows_of_browsecomp_plus(tmp_path):
 
 
 def test_rows_of_musique(tmp_path):
-    """The graph lost in MuSiQue's own rows or in FlashRAG's: branching questions would count as chains."""
+    """The graph is read from the id, in MuSiQue's own rows and in FlashRAG's."""
     own = {
         "id": "3hop2__132929_684936_160088",
         "question": "Who?",
@@ -238,7 +238,7 @@ def test_rows_of_musique(tmp_path):
 
 
 def test_graphs_of_musique():
-    """A table that says a chain can be split, or that a branch cannot."""
+    """Hops, width, rounds and kind of MuSiQue's six graphs."""
     properties = {
         name: (len(graph.needs), graph.width, len(graph.rounds), graph.kind) for name, graph in MUSIQUE_GRAPHS.items()
     }
@@ -260,7 +260,7 @@ def test_graphs_of_musique():
 
 
 def test_bad_rows_are_skipped_when_asked(tmp_path):
-    """One broken line in 90,000 that makes the file unusable, or that is skipped without a report."""
+    """With `skipped`, bad rows are left out and reported one by one."""
     file = tmp_path / "x.jsonl"
     lines = [
         json.dumps(row(0)),
@@ -300,7 +300,7 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_bad_row_names_file_line_and_field(tmp_path, name):
-    """A row without answers would always be scored as wrong; the user must learn which row it is."""
+    """A bad row is refused in one line that names file, line and field."""
     bad, message = BAD_ROWS[name]
     file = write(tmp_path / "x.jsonl", [row(0), bad])
     with pytest.raises(UserError, match=r"x\.jsonl:2: " + message) as error:
@@ -323,7 +323,7 @@ def test_bad_row_names_file_line_and_field(tmp_path, name):
     ],
 )
 def test_bad_file(tmp_path, content, message):
-    """An empty or damaged download that ends in a traceback, or in a run without questions."""
+    """Missing, empty and damaged files are refused in one line."""
     file = tmp_path / "x.jsonl"
     if content is not None:
         file.write_bytes(content)
@@ -332,7 +332,7 @@ def test_bad_file(tmp_path, content, message):
 
 
 def test_bad_parquet(tmp_path):
-    """A file that is not parquet, is cut off, or lacks the answers."""
+    """Damaged parquet files and their bad rows are refused as those of jsonl are."""
     broken = tmp_path / "a.parquet"
     broken.write_bytes(b"PAR1 but not really")
     with pytest.raises(UserError, match=r"a\.parquet: not a readable parquet file"):

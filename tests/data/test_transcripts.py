@@ -39,7 +39,7 @@ def trained_texts(tokenizer, row) -> list[str]:
 
 
 def test_a_transcript_is_laid_out_as_a_rollout(tmp_path, tiny_tokenizer):
-    """Fine-tuning on prompts or passages, or on a layout that the model never sees when it samples."""
+    """The loss covers the replies alone, and passages are rendered as in a rollout."""
     (row,) = read_rows(written(tmp_path, GOOD), tiny_tokenizer, TEMPLATE, ROLLOUT)
     ids, mask = row
     assert ids.dtype == np.int32 and mask.dtype == bool and len(ids) == len(mask)
@@ -53,7 +53,7 @@ def test_a_transcript_is_laid_out_as_a_rollout(tmp_path, tiny_tokenizer):
 
 
 def test_turns_can_be_left_out_of_the_loss(tmp_path, tiny_tokenizer):
-    """A mistake that is included only so that its correction can be learned, and is itself learned."""
+    """A turn with `train` false is not learned, and is followed by the corrective message."""
     bad = {"text": "Ada, I guess.", "train": False}
     row = {**GOOD, "turns": [bad, *GOOD["turns"]]}
     (parsed,) = read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
@@ -76,7 +76,7 @@ def rollout(tokenizer) -> dict:
 
 
 def test_a_rollout_is_read_as_it_was_sampled(tmp_path, tiny_tokenizer):
-    """Re-tokenized text: the model would be trained on tokens that it did not sample."""
+    """A rollout's tokens are used as they were sampled, without tokenizing again."""
     row = rollout(tiny_tokenizer)
     (parsed,) = read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
     assert parsed[0].tolist() == row["ids"] and parsed[1].astype(int).tolist() == row["mask"]
@@ -85,7 +85,7 @@ def test_a_rollout_is_read_as_it_was_sampled(tmp_path, tiny_tokenizer):
 
 
 def test_a_passage_may_be_a_title_alone(tmp_path, tiny_tokenizer):
-    """launch/sft.py refuses transcripts that launch/write_transcripts.py wrote from an accepted corpus."""
+    """Passages without text and searches without passages are accepted."""
     turns = [
         {**GOOD["turns"][0], "passages": [[{"id": "1", "title": "Ada Lovelace", "text": ""}], []]},
         GOOD["turns"][1],
@@ -94,7 +94,7 @@ def test_a_passage_may_be_a_title_alone(tmp_path, tiny_tokenizer):
 
 
 def test_prompts_of_the_rows(tmp_path, tiny_tokenizer):
-    """With data.prompt=row, a template used in place of the chat that the user wrote."""
+    """With data.prompt=row, a row's own chat is its prompt."""
     row = {"prompt": [{"role": "user", "content": "Look it up."}], "turns": [{"text": ANSWER}]}
     (parsed,) = read_rows(written(tmp_path, row), tiny_tokenizer, None, ROLLOUT)
     assert "user\nLook it up.<|im_end|>" in tiny_tokenizer.decode(parsed[0], control=True)
@@ -128,14 +128,14 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_malformed_line_is_refused_with_its_number(tmp_path, tiny_tokenizer, name):
-    """A row, in a file of thousands, that is silently skipped or learned from after being half parsed."""
+    """Every malformed line is refused with its number and what is wrong."""
     row, words = BAD[name]
     with pytest.raises(UserError, match=f"rows.jsonl: line 3: .*{words}|rows.jsonl: line 3: {words}"):
         read_rows(written(tmp_path, GOOD, "", row, GOOD), tiny_tokenizer, TEMPLATE, ROLLOUT)
 
 
 def test_rollouts_of_another_tokenizer_are_refused(tmp_path, tiny_tokenizer, tokenizer):
-    """Tokens of one vocabulary used to train a model of another: noise, without an error."""
+    """Rollouts whose tokens do not spell their texts are refused."""
     row = rollout(tokenizer)
     with pytest.raises(UserError, match="line 1: .*(token id|do not spell)"):
         read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
@@ -151,7 +151,7 @@ def test_rollouts_of_another_tokenizer_are_refused(tmp_path, tiny_tokenizer, tok
 
 
 def test_files_that_hold_nothing_are_refused(tmp_path, tiny_tokenizer):
-    """A run that trains on no rows."""
+    """Empty and missing files are refused."""
     for file, words in ((written(tmp_path, ""), "no rows found"), (tmp_path / "absent.jsonl", "cannot be read")):
         with pytest.raises(UserError, match=words):
             read_rows(file, tiny_tokenizer, TEMPLATE, ROLLOUT)
