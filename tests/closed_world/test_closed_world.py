@@ -41,7 +41,7 @@ def world() -> ClosedWorld:
 
 
 def test_world_is_a_function_of_its_seed(world):
-    """If sampling depended on anything but the seed, a policy would be evaluated in another world."""
+    """Equal seeds give equal worlds and questions, other seeds others."""
     assert ClosedWorld.make(0) == world
     assert ClosedWorld.make(1).passages != world.passages
     for kind in KINDS:
@@ -51,7 +51,7 @@ def test_world_is_a_function_of_its_seed(world):
 
 @pytest.mark.parametrize("total", [1, 2, 3, 7, 103, 2003, 4000])
 def test_kinds_sum_to_the_questions_asked_for(total):
-    """Two halves are both rounded up, and the kind that is left gets -1 questions, of which dozens are made."""
+    """Counts of kinds sum to the total and are never negative; shares above 1 are refused."""
     counts = kind_counts(total, {"parallel": 0.5, "sequential": 0.5})
     assert sum(counts.values()) == total and min(counts.values()) >= 0
     assert kind_counts(total, {"parallel": 0.42, "sequential": 0.32, "mixed": 0.06})["single"] >= 0
@@ -60,7 +60,7 @@ def test_kinds_sum_to_the_questions_asked_for(total):
 
 
 def test_world_does_not_drift(world):
-    """A code change would silently change the world that the shipped policy and all figures belong to."""
+    """The world of the shipped policy and of all figures stays as it is."""
     assert world.passages[500].text == "The birth year of Guluron is 1976."
     first = questions(world, "eval", "parallel", 1, seed=0)[0]
     assert first.text == "Is the sequel of Famamim Judipon's sequel?"
@@ -68,7 +68,7 @@ def test_world_does_not_drift(world):
 
 
 def test_every_fact_has_a_passage_of_its_own(world):
-    """If one passage stated two facts, a question about two facts would need only one search."""
+    """Every passage states one fact, and nearly no two facts have the same subject and attribute."""
     assert len(world.passages) == sum(len(ATTRIBUTES[e.kind]) for e in world.entities)
     texts = [p.text for p in world.passages]
     for text in texts:
@@ -79,7 +79,7 @@ def test_every_fact_has_a_passage_of_its_own(world):
 
 
 def test_some_entities_of_different_types_share_a_name(world):
-    """A name alone would identify the passage."""
+    """Some films and cities share a name with an entity of another type."""
     kinds = {}
     for entity in world.entities:
         kinds.setdefault(entity.name, []).append(entity.kind)
@@ -88,21 +88,21 @@ def test_some_entities_of_different_types_share_a_name(world):
 
 
 def test_held_out_entities_stay_out_of_training(world):
-    """With an evaluation entity in a training question, the policy could answer from memory."""
+    """Training questions never name a held-out entity, evaluation questions name no other."""
 
     def named(asked) -> set[str]:
         return {name for q in asked for name in NAME.findall(json.dumps([q.text, q.answers, q.metadata]))}
 
     held_out = {e.name for e in world.entities if e.held_out} - {e.name for e in world.entities if not e.held_out}
-    train = named(q for kind in KINDS for q in questions(world, "train", kind, 1000, seed=0))
-    asked = named(q for kind in KINDS for q in questions(world, "eval", kind, 400, seed=0))
+    train = named(q for kind in KINDS for q in questions(world, "train", kind, 300, seed=0))
+    asked = named(q for kind in KINDS for q in questions(world, "eval", kind, 150, seed=0))
     assert not train & held_out
     assert not asked - held_out
     assert 0.2 < len(held_out) / len({e.name for e in world.entities}) < 0.3
 
 
 def test_new_names_are_never_renamed_into(world):
-    """A cold start could contain a name that the evaluation counts as never seen."""
+    """Renaming keeps new names new and known names known."""
     rng = np.random.default_rng(0)
     fresh = ClosedWorld.make(0, names="new")
     assert all(is_new(e.name) for e in fresh.entities) and not any(is_new(e.name) for e in world.entities)
@@ -116,7 +116,7 @@ def test_new_names_are_never_renamed_into(world):
 
 
 def test_nearly_the_same_name_is_another_known_one():
-    """A row that teaches "look it up" would be about the very name that another row knows by heart."""
+    """A changed name differs in one syllable and is a known one."""
     rng = np.random.default_rng(0)
     for name in draw_names(rng, 50, "known"):
         other = change_syllable(rng, name)
@@ -125,7 +125,7 @@ def test_nearly_the_same_name_is_another_known_one():
 
 
 def test_renaming_changes_names_and_nothing_else():
-    """A renamed row would lose its words, or two of its names would become one."""
+    """A renaming permutes heads, middles and tails among themselves, and keeps all other tokens."""
     ids = [range(10, 90), range(90, 150), range(150, 230)]
     one, other = (draw_renaming(np.random.default_rng(seed), ids, 240) for seed in (0, 1))
     assert sorted(one) == list(range(240)) and (one != other).sum() > 150
@@ -135,7 +135,7 @@ def test_renaming_changes_names_and_nothing_else():
 
 
 def test_answers_follow_from_passages(world):
-    """A gold answer would not be what the passages state, or would need a fact that no round looks up."""
+    """Every answer follows from facts of passages, and every round's subjects from the one before."""
     facts = {(e.name, attribute): set() for e in world.entities for attribute in e.facts}
     for e in world.entities:
         for attribute in e.facts:
@@ -163,7 +163,7 @@ def test_answers_follow_from_passages(world):
 
 
 def test_every_form_comes_in_every_wording(world):
-    """A wording would have an unfilled placeholder, or begin with a name, whose tokens differ there."""
+    """Every wording is filled in completely, and none begins with a name."""
     for name, form in FORMS.items():
         assert set(form.held_out) < set(form.wordings) and len(form.known) >= 3 and len(form.wordings) >= 4
         for held_out in (False, True):
@@ -174,7 +174,7 @@ def test_every_form_comes_in_every_wording(world):
 
 
 def test_held_out_wordings_hold_no_unknown_word(world):
-    """A training question would have a held-out wording, or a held-out wording a word that training never shows."""
+    """Held-out wordings are in no training question, but all their words are."""
 
     def shapes(split: str, trained: bool, held_out: bool) -> set[str]:
         forms = [(name, form.kind) for name, form in FORMS.items() if form.trained or not trained]
@@ -189,7 +189,7 @@ def test_held_out_wordings_hold_no_unknown_word(world):
 
 
 def test_yes_and_no_and_every_place_are_as_likely(world):
-    """An answer could be guessed at better than chance level."""
+    """Yes and no, and every place of the right option, are equally likely."""
     for name, form in FORMS.items():
         asked = questions(world, "eval", form.kind, 400, 3, [name])
         if asked[0].answers[0] in ("yes", "no"):
@@ -200,16 +200,16 @@ def test_yes_and_no_and_every_place_are_as_likely(world):
 
 
 def test_no_two_names_of_a_question_begin_alike(world):
-    """A question would contain two names with the same first syllable, which are hard to distinguish, or one twice."""
+    """No two names of a question share their first syllable."""
     for kind in KINDS:
-        for q in questions(world, "eval", kind, 800, seed=0):
+        for q in questions(world, "eval", kind, 300, seed=0):
             assert len(set(q.metadata["options"])) == len(q.metadata["options"]), q.text
             names = set(NAME.findall(q.text)) | {v for _, s, v in facts_of(q) if not v.isdigit()}
             assert len({head(name) for name in names}) == len(names)
 
 
 def test_known_facts_are_of_training_entities(world):
-    """A cold start would state facts that the other sets ask about, or too few to be memorised."""
+    """Facts stated by a cold start are of training entities."""
     known = known_questions(world)
     subjects = {facts_of(q)[0][1] for q in known}
     assert len(subjects) == KNOWN_ENTITIES and len(known) > 150
@@ -219,7 +219,7 @@ def test_known_facts_are_of_training_entities(world):
 
 
 def test_bad_requests_are_refused(world):
-    """A request that cannot be met would return fewer or other questions than asked for."""
+    """A request that cannot be met is refused."""
     for arguments, says in (
         (("test", "single", 1, 0), "split 'test'"),
         (("eval", "bridge", 1, 0), "kind 'bridge'"),
@@ -234,7 +234,7 @@ def test_bad_requests_are_refused(world):
 
 
 def test_what_searches_find(world):
-    """A fact could not be found, or one search for the question would find all facts: splitting would gain nothing."""
+    """A sub-query finds its fact, and the question alone seldom finds all facts."""
     results = measure_searches(world, RetrievalService.from_corpus(world.passages), 200)
     assert all(figures["sub-query@3"] >= 0.95 and figures["sub-query@1"] >= 0.95 for figures in results.values())
     question_recall = {
@@ -246,7 +246,7 @@ def test_what_searches_find(world):
 
 
 def test_minimal_pairs_ask_for_the_same_attributes(world):
-    """A pair of attributes that only one member asks for: the decision to split could be read off without order."""
+    """The members of minimal pairs ask for the same pairs of attributes equally often."""
     for parallel, sequential in PAIRED:
         counts = []
         for name in (parallel, sequential):
@@ -263,8 +263,7 @@ def _two(q):
 
 
 def test_what_words_give_away(world):
-    """The decision to split could be read off the first words, the words without their order, or the cold start's
-    first thought."""
+    """First words, unordered words and first thoughts do not reveal when to split; word order does."""
     cues = measure_cues(world, 800)
     assert cues["first three words"]["held-out wordings"] <= 0.65
     assert cues["bag of words, linear"]["held-out wordings"] <= 0.8

@@ -51,7 +51,7 @@ def every_kind(world, count, split="train", seed=0):
 
 
 def test_names_cost_three_ids_wherever_they_stand(world, tokenizer):
-    """A name tokenized differently in question, passage and answer, which a small model cannot copy."""
+    """A name has the same three tokens wherever it stands."""
     assert tokenizer.size < 1000
     for entity in world.entities[::37]:
         ids = tokenizer.encode_foreign(f" {entity.name}")
@@ -69,7 +69,7 @@ def test_names_cost_three_ids_wherever_they_stand(world, tokenizer):
 
 
 def test_no_word_of_the_world_falls_to_bytes(world, tokenizer, retriever):
-    """A word of a question, passage or script without a token of its own: the policy cannot have learned it."""
+    """Every word of questions, passages and scripts has a token of its own."""
     batch = [q for h in (False, True) for k in KINDS for q in questions(world, "eval", k, 200, 0, held_out_wordings=h)]
     texts = [f"user\n{q.text}" for q in batch] + [step.text for q in batch for step in oracle(q)]
     texts += [f"{p.text}\n" for p in world.passages]
@@ -79,7 +79,7 @@ def test_no_word_of_the_world_falls_to_bytes(world, tokenizer, retriever):
 
 
 def test_tokenizer_survives_beside_a_model(tokenizer, tmp_path):
-    """Text tokenized by Qwen2's own rules, because of a Qwen2 config.json next to the tokenizer.json."""
+    """A Qwen2 config.json next to the tokenizer does not change its tokens."""
     write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}', encoding="utf-8")
     text = "The director of Bakasan is Dotiles.\n</information>\n"
@@ -87,7 +87,7 @@ def test_tokenizer_survives_beside_a_model(tokenizer, tmp_path):
 
 
 def test_tokenizer_is_reproducible_and_lossless(tokenizer, tmp_path):
-    """A rebuilt tokenizer with other tokens than the shipped policy knows, or one that drops characters."""
+    """A rebuilt tokenizer is the same, and texts decode to themselves."""
     write_tokenizer(tmp_path)
     assert Tokenizer.load(tmp_path).fingerprint == tokenizer.fingerprint
     for text in ("Zoë <said>:\n\n 12345 </search>x", "<|im_end|> < a", "\t日本 ##", "", "Ba", "  Bakasan's"):
@@ -99,8 +99,8 @@ def test_tokenizer_is_reproducible_and_lossless(tokenizer, tmp_path):
 # ---- teacher ----
 
 
-def test_scripted_turns_parse_as_encode_parts(world, tokenizer, retriever):
-    """A scripted turn that the grammar does not parse as written, or a mask that covers anything but the turns."""
+def test_scripted_turns_parse_as_written(world, tokenizer, retriever):
+    """Scripted turns parse as they were written, and the loss covers exactly them."""
     batch = every_kind(world, 40)
     plans = [plan(q, np.random.default_rng(1), RIGHT, 4) for q in batch]
     rows = write_all(batch, plans, retriever, tokenizer, 2)
@@ -115,7 +115,7 @@ def test_scripted_turns_parse_as_encode_parts(world, tokenizer, retriever):
 
 
 def test_first_thoughts_repeat_the_question_and_nothing_else(world):
-    """A first thought that binds attributes to names or marks a dependence: it would say when to split."""
+    """A first thought lists names and attributes in the question's order, and binds none to another."""
     for q in every_kind(world, 100, "eval"):
         named, asked = re.fullmatch(r"named (.+) asked (.+)", first_thought(q)).groups()
         assert named.split(" ; ") == list(dict.fromkeys(NAME.findall(q.text))), q
@@ -126,8 +126,7 @@ def test_first_thoughts_repeat_the_question_and_nothing_else(world):
 
 
 def test_searching_all_at_once_misses_what_depends_on_another_fact(world, retriever):
-    """A split that pays on sequential questions, or that is written differently on them: nothing would be learned from
-    rewards, or the type could be read off the first sub-query."""
+    """A split finds all facts of a parallel question, and not the last one of a sequential question."""
     for q in every_kind(world, 60, "eval"):
         queries = query_all_at_once(q)
         facts = [f"The {a} of {s} is {v}." for r in q.metadata["rounds"] for a, s, v in r]
@@ -141,7 +140,7 @@ def test_searching_all_at_once_misses_what_depends_on_another_fact(world, retrie
 
 
 def test_an_oracle_is_answered_all_it_needs(world, retriever):
-    """Correct searches that do not retrieve the facts, so that no policy could be right."""
+    """Optimal searches retrieve all facts."""
     missed = 0
     batch = every_kind(world, 60, "eval")
     for q in batch:
@@ -152,13 +151,13 @@ def test_an_oracle_is_answered_all_it_needs(world, retriever):
 
 
 def test_verdicts_read_what_was_found():
-    """A running minimum that is not the minimum, or that names the entity of another year."""
+    """The running minimum is stated with its name."""
     text = find_least([("Bakasan", "1950"), ("Dotiles", "1940"), ("Fegimor", "1945")])
     assert text == "Bakasan 1950 ; Dotiles 1940 least Dotiles 1940 ; Fegimor 1945 least Dotiles 1940"
 
 
 def test_verdicts_end_with_the_answer(world):
-    """A last thought that concludes something else than the gold answer, or compares the wrong values."""
+    """A last thought compares the right values and concludes with the gold answer."""
     for q in every_kind(world, 200, "eval"):
         text = conclude(q)
         assert text.endswith(f" so {q.answers[0]}"), q
@@ -167,7 +166,7 @@ def test_verdicts_end_with_the_answer(world):
 
 
 def test_mixture_has_the_stated_shares(world):
-    """A cold start without the strategies that reinforcement learning must choose from."""
+    """The teacher's strategies have the shares of the mixture, the same for every kind."""
     rng, mixture = np.random.default_rng(0), Mixture()
     for kind in ("parallel", "sequential", "single"):
         plans = [plan(q, rng, mixture, 4) for q in questions(world, "train", kind, 2000, seed=0)]
@@ -179,7 +178,7 @@ def test_mixture_has_the_stated_shares(world):
 
 
 def test_more_than_four_facts_cannot_be_looked_up_one_by_one(world):
-    """If every question could be answered by one look-up after another, splitting would never be needed."""
+    """Five facts do not fit into four single searches."""
     many = questions(world, "eval", "parallel", 50, 0, ["first", "has"], {5: 0.5, 8: 0.5})
     for q in many:
         steps = plan(q, np.random.default_rng(0), RIGHT, 4)
@@ -187,7 +186,7 @@ def test_more_than_four_facts_cannot_be_looked_up_one_by_one(world):
 
 
 def test_scripted_trajectories_are_short_and_reproducible(world, tokenizer, retriever):
-    """A median trajectory of more than 220 tokens, on which the demo's time budget is based."""
+    """Equal seeds give equal rows, at a median of at most 220 tokens."""
     batch = every_kind(world, 150)
     first, again = (
         write_all(batch, [plan(q, rng, Mixture(), 4) for q in batch], retriever, tokenizer, 2)
@@ -198,7 +197,7 @@ def test_scripted_trajectories_are_short_and_reproducible(world, tokenizer, retr
 
 
 def test_eight_facts_fit_one_observation(world, tokenizer, retriever):
-    """A correct search for the most entities that is cut before its last fact: splitting would not pay there."""
+    """A search for eight facts shows all of them."""
     batch = questions(world, "eval", "parallel", 30, 0, ["first", "has"], {8: 1.0})
     for q, (ids, mask) in zip(batch, write_all(batch, list(map(oracle, batch)), retriever, tokenizer, 2), strict=True):
         text = tokenizer.decode(ids[~mask])
@@ -207,7 +206,7 @@ def test_eight_facts_fit_one_observation(world, tokenizer, retriever):
 
 
 def test_smoke_config_leaves_the_room_that_scripts_take():
-    """A demo that cuts observations or contexts that the cold start was trained on."""
+    """The demo's budgets are at least those of the cold start."""
     from configs.smoke import get_config
 
     rollout = json.loads(get_config().to_json())["rollout"]
@@ -220,7 +219,7 @@ def test_smoke_config_leaves_the_room_that_scripts_take():
 
 @pytest.mark.parametrize("make", [exercises.copying, exercises.looking_up, exercises.judging])
 def test_exercises_teach_what_was_read(tokenizer, make):
-    """A trained token that does not follow from the text before it: the model would learn to guess."""
+    """Every trained token of an exercise occurs before it, or is a verdict."""
     rng = np.random.default_rng(0)
     verdicts = {tokenizer.encode_foreign(f" {word}")[0] for word in ("yes", "no")}
     for _ in range(50):
@@ -231,7 +230,7 @@ def test_exercises_teach_what_was_read(tokenizer, make):
 
 
 def test_judgements_are_even(tokenizer):
-    """If `yes` and `no`, or the positions of the minimum, were not equally likely, a policy would learn to guess."""
+    """Yes and no, and the places of the minimum, are equally likely."""
     rng, texts = np.random.default_rng(0), []
     for _ in range(300):
         texts.append(tokenizer.decode(exercises.judging(rng, tokenizer.encode_foreign)[0]))

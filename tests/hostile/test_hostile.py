@@ -49,7 +49,7 @@ JSON = st.recursive(
 @many
 @given(WRITTEN, st.integers(1, 8))
 def test_whatever_a_model_writes_is_one_action_of_what_it_wrote(text, cap):
-    """Parsing a turn raises and ends a run of days, or a query that the model did not write is searched."""
+    """Any text is one action, and its queries and its answer are parts of the text."""
     action = tags.parse_turn(text, cap)
     assert (action.kind == "search") == bool(action.queries) and (action.kind == "answer") == (
         action.answer is not None
@@ -65,7 +65,7 @@ def test_whatever_a_model_writes_is_one_action_of_what_it_wrote(text, cap):
     st.lists(st.tuples(WRITTEN, st.lists(st.tuples(WRITTEN, WRITTEN), max_size=3)), min_size=1, max_size=4), st.data()
 )
 def test_no_passage_forges_a_tag_an_action_or_a_control_id(tiny_tokenizer, searches, data):
-    """A poisoned corpus could answer for the policy, end its message, or begin another turn."""
+    """An observation fits its budget and has its own two tags alone, whatever queries and passages spell."""
     budget = data.draw(st.integers(tags.MIN_OBSERVATION_TOKENS, 400))
     queries = [query for query, _ in searches]
     rankings = [[Passage(str(i), *p) for i, p in enumerate(ranking)] for _, ranking in searches]
@@ -98,8 +98,7 @@ def written(rng: np.random.Generator, *words: str) -> str:
 
 @pytest.mark.parametrize("first", range(0, COUNT, 50 * BATCH))
 def test_whatever_is_written_and_found_a_rollout_is_what_was_sampled(tiny_tokenizer, rollouts, first):
-    """Misaligned ids, mask and log-probs train the policy on tokens it did not write; a passage that acts as an action
-    trains it to obey passages."""
+    """A rollout records what was sampled; passages never act as an action or an answer."""
     sampler, params = rollouts
     rng = np.random.default_rng(first if ALIKE else None)
     rollout, searches = rollout_section(samples=1, slots=16, context_tokens=448, turn_tokens=96, obs_tokens=96), 0
@@ -134,7 +133,7 @@ def observations(t) -> list[list[int]]:
 @many
 @given(st.text(max_size=60), st.text(max_size=60))
 def test_nothing_found_obeys_a_terminal(title, text):
-    """A passage could clear the terminal, or print an answer in place of the policy's."""
+    """A printed passage is one line of printable characters."""
     shown = printable(one_line(Passage("1", title, text)))
     assert "\n" not in shown and all(letter.isprintable() for letter in shown)
 
@@ -142,7 +141,7 @@ def test_nothing_found_obeys_a_terminal(title, text):
 @few
 @given(rows=st.lists(JSON | st.fixed_dictionaries({"id": JSON, "question": JSON, "golden_answers": JSON}), max_size=4))
 def test_question_files_are_read_or_refused(tmp_path_factory, rows):
-    """The error for a malformed row does not name it, or the row becomes a different question."""
+    """A question file gives well-formed questions, or one line that names it."""
     file = tmp_path_factory.getbasetemp() / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8", errors="replace")
     try:
@@ -159,7 +158,7 @@ def test_question_files_are_read_or_refused(tmp_path_factory, rows):
     content=st.binary(max_size=200) | st.lists(JSON, max_size=3).map(lambda r: "\n".join(map(json.dumps, r)).encode())
 )
 def test_corpora_are_read_or_refused(tmp_path_factory, content):
-    """Bytes that are not text, or rows that are not passages, are noticed in a search, not at opening."""
+    """A corpus gives well-formed passages, or one line that names it, at opening."""
     file = tmp_path_factory.getbasetemp() / "corpus.jsonl"
     file.write_bytes(content)
     try:
@@ -177,7 +176,7 @@ NAMES = [(s, f) for s, fields in SECTIONS.items() if isinstance(fields, dict) fo
 @many
 @given(st.sampled_from(NAMES), JSON | st.sampled_from([0, -1, 1, 2**40, 1e-300, float("nan"), "", "x", [], True]))
 def test_any_value_of_any_field_is_taken_or_refused_by_its_name(name, value):
-    """A field that accepts nonsense fails hours later with an unrelated error."""
+    """Any value of a field is accepted, or refused by the field's name."""
     section, field = name
     values = {**SECTIONS, section: {**SECTIONS[section], field: value}}
     try:
@@ -192,7 +191,7 @@ def test_any_value_of_any_field_is_taken_or_refused_by_its_name(name, value):
 @many
 @given(st.binary(max_size=80) | JSON.map(lambda value: json.dumps(value).encode()), st.data())
 def test_servers_and_clients_read_or_refuse(body, data):
-    """A request causes an error 500, or the reply of a broken server causes a traceback in a run."""
+    """Requests and replies are well-formed, or refused as such."""
     asked = data.draw(st.fixed_dictionaries({}, optional={"queries": JSON, "topk": JSON, "return_scores": JSON}))
     for content in (body, json.dumps(asked).encode()):
         try:
@@ -216,7 +215,7 @@ class Bomb:
 
 
 def test_an_index_with_a_pickle_in_it_is_refused_and_not_run(index, tmp_path, monkeypatch):
-    """An index that is copied between machines executes code when it is opened; it must contain only data."""
+    """Opening an index never executes a pickle."""
     monkeypatch.chdir(tmp_path)
     for name in ("vectors.npy", "corpus.offsets.npy", "manifest.json"):
         poisoned = tmp_path / name
@@ -231,7 +230,7 @@ def test_an_index_with_a_pickle_in_it_is_refused_and_not_run(index, tmp_path, mo
 
 
 def test_any_damage_to_an_index_is_an_error_of_its_own_kind(index, tmp_path):
-    """A flipped bit or a truncated file ends in a traceback, not in one line that names the index."""
+    """A damaged index opens, or is refused in one line that names it."""
     rng = np.random.default_rng(0)
     files = [path for path in index.rglob("*") if path.is_file() and path.name != "scann.log"]
     for trial in range(min(400, COUNT // 4)):
@@ -253,7 +252,7 @@ def test_any_damage_to_an_index_is_an_error_of_its_own_kind(index, tmp_path):
 
 
 def test_a_model_of_pickles_is_refused_and_not_run(tiny_policy, tmp_path, monkeypatch):
-    """Loading pytorch_model.bin executes code; only safetensors may be loaded."""
+    """Loading a model never executes a pickle."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_policy, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()

@@ -86,7 +86,7 @@ def one_of(folder, data):
 @few
 @given(data=st.data())
 def test_a_model_is_loaded_or_refused(tiny_policy, load, data):
-    """A hub directory asks for an impossible size, a file outside it, or has a list in place of a number."""
+    """A damaged model directory loads, or is refused in one line that names it."""
     with changed_for_now(one_of(tiny_policy, data), data):
         load(tiny_policy)
 
@@ -99,7 +99,7 @@ def encoder(tmp_path_factory):
 @few
 @given(data=st.data())
 def test_an_encoder_is_loaded_or_refused(encoder, data):
-    """A damaged encoder directory ends the retriever's process with a traceback."""
+    """A damaged encoder directory loads, or is refused in one line that names it."""
     with changed_for_now(one_of(encoder, data), data):
         BertEncoder.from_model(encoder)
 
@@ -119,7 +119,7 @@ def step(tmp_path_factory):
 @settings(few, max_examples=max(15, COUNT // 50))  # Orbax takes a second or two per example
 @given(data=st.data())
 def test_a_checkpoint_is_loaded_or_refused(step, data):
-    """The record that says which arrays to load is trusted although it may be damaged."""
+    """A checkpoint with a damaged record loads, or is refused in one line that names it."""
     with changed_for_now(step / "loop" / "metadata", data, step):
         checkpoint.load_params(step)
 
@@ -127,6 +127,6 @@ def test_a_checkpoint_is_loaded_or_refused(step, data):
 @few
 @given(data=st.data())
 def test_an_index_is_opened_or_refused(index, data):
-    """The manifest lists the files to open: it may name itself as a shard, or a file outside the index."""
+    """An index with a damaged manifest opens, or is refused in one line that names it."""
     with changed_for_now(index / "manifest.json", data):
         RetrievalService.open(index).search(["Ada Lovelace born"], 2)

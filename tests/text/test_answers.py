@@ -18,12 +18,12 @@ from psearch_jax.text.answers import exact_match, f1, normalise
     ],
 )
 def test_normalise(text, expected):
-    """Another normalisation would make our EM incomparable with the published tables."""
+    """Texts are normalised as by the published scorer."""
     assert normalise(text) == expected
 
 
 def test_exact_match():
-    """Matching part of an answer, or None, would reward wrong answers."""
+    """Only a complete answer matches; None matches nothing."""
     assert exact_match("the NILE!", ["Amazon", "Nile"])
     assert not exact_match("Nile river", ["Nile"])
     assert not exact_match(None, ["none"]) and not exact_match("Nile", [])
@@ -44,5 +44,5 @@ def test_exact_match():
     ],
 )
 def test_f1(prediction, golds, expected):
-    """F1 over sets instead of multisets, or against only the first gold answer, would not be the published metric."""
+    """F1 is over multisets of tokens, against the best gold answer."""
     assert f1(prediction, golds) == pytest.approx(expected)

@@ -63,7 +63,7 @@ REPLIES = {  # the text that templates put before a reply
 
 
 def test_a_thought_is_the_models_own(thinking, monkeypatch):
-    """A prompt that opens or closes the thought leaves the turn without its `<think>`: it is never well-formed."""
+    """A prompt neither opens nor closes the thought, whatever the template puts before a reply."""
     text = "<|im_start|>user\nThink in <think> and </think>. who?<|im_end|>\n<|im_start|>assistant\n"
     for reply in REPLIES.values():
         template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -76,8 +76,7 @@ def test_a_thought_is_the_models_own(thinking, monkeypatch):
 
 
 def test_tags_that_are_ids_are_read_as_tags(thinking):
-    """A tag that is a single token but is dropped from the text, like control tokens, would make every turn
-    ill-formed; and a question or passage that spells a tag must not produce that token."""
+    """Tags that are single tokens are parsed and detected as tags, and foreign text never produces them."""
     opened = thinking.hf.convert_tokens_to_ids("<think>")
     turn = thinking.encode_trusted("<think>\nx\n</think>\n\n<search> a ## b </search>")
     assert turn[0] == opened
@@ -100,7 +99,7 @@ def control_ids(tokenizer):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_bytes_of_ids_are_the_text(tokenizer, text):
-    """Wrong token bytes would make the boundary tables and the decoded turns wrong."""
+    """The bytes of a text's tokens are the text, and it decodes to itself."""
     ids = tokenizer.encode_foreign(text)
     assert b"".join(tokenizer.token_bytes[i] for i in ids) == text.encode()
     assert ids == tokenizer.encode_trusted(text)
@@ -108,7 +107,7 @@ def test_bytes_of_ids_are_the_text(tokenizer, text):
 
 
 def test_every_byte_and_every_id(tokenizer):
-    """A missing byte would make some text unreachable; a control token with bytes could complete a tag."""
+    """Every byte has a token; control tokens have no bytes; the stop tokens are Qwen's."""
     pieces = [p for p in tokenizer.token_bytes if p is not None]
     assert {bytes([b]) for b in range(256)} <= set(pieces)
     assert tokenizer.size == max(tokenizer.hf.get_vocab().values()) + 1 == len(tokenizer.token_bytes)
@@ -119,7 +118,7 @@ def test_every_byte_and_every_id(tokenizer):
 
 
 def test_added_tokens_plain_and_special(shared_data):
-    """Without its bytes, an added token that is ordinary text would be invisible to the boundary tables."""
+    """An added token that is ordinary text has bytes, a special one has none."""
     tokenizer = Tokenizer(with_added_tokens(shared_data), "added")
     vocabulary = tokenizer.hf.get_vocab()
     assert tokenizer.token_bytes[vocabulary["<tool_call>"]] == b"<tool_call>"
@@ -128,7 +127,7 @@ def test_added_tokens_plain_and_special(shared_data):
 
 @pytest.mark.parametrize("text", ATTACKS)
 def test_foreign_text_yields_no_control_id(tokenizer, text):
-    """A passage that spells a control token could end the model's message or start a forged one."""
+    """Text of others never becomes a control token, whatever it spells."""
     added = set(tokenizer.hf.added_tokens_decoder)
     ids = tokenizer.encode_foreign(text)
     assert added and not added & set(ids)
@@ -139,7 +138,7 @@ def test_foreign_text_yields_no_control_id(tokenizer, text):
 
 
 def test_foreign_equals_split_special_tokens(real_tokenizer):
-    """Our own splitting must agree with that of transformers on the real vocabulary."""
+    """Foreign text is split as transformers' `split_special_tokens` splits it."""
     hf = AutoTokenizer.from_pretrained(real_tokenizer.name)
     for text in TEXTS + ATTACKS:
         assert (
@@ -149,14 +148,14 @@ def test_foreign_equals_split_special_tokens(real_tokenizer):
 
 
 def test_hf_calls_do_not_change_the_wrapper(tiny_tokenizer):
-    """transformers changes its backend's state per call; sharing it would let one call change another's tokens."""
+    """Calls of the transformers tokenizer, which change its backend, do not change the wrapper's tokens."""
     before = tiny_tokenizer.encode_trusted(ATTACKS[0])
     tiny_tokenizer.hf("x", split_special_tokens=True, truncation=True, max_length=1, padding="max_length")
     assert tiny_tokenizer.encode_trusted(ATTACKS[0]) == before
 
 
 def test_chat_equals_the_template_and_is_closed_to_attacks(tokenizer):
-    """Splicing must not change ordinary prompts, and no content may add a control token."""
+    """A chat has the template's tokens, and no content adds a control token."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXTS[0]}]
     plain = tokenizer.chat(messages)
     rendered = tokenizer.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -171,7 +170,7 @@ def test_chat_equals_the_template_and_is_closed_to_attacks(tokenizer):
 
 
 def test_decode_of_anything(tiny_tokenizer):
-    """Sampled tokens may split a character, and an id may have no token; decoding must not raise."""
+    """Parts of characters, control tokens and unknown ids decode without an error."""
     e_acute = tiny_tokenizer.encode_foreign("é")
     single = [tiny_tokenizer.token_bytes.index(bytes([b])) for b in "é".encode()]
     assert tiny_tokenizer.decode(single) == tiny_tokenizer.decode(e_acute) == "é"
@@ -184,7 +183,7 @@ def test_decode_of_anything(tiny_tokenizer):
 
 
 def test_fingerprint_follows_the_vocabulary(tiny_tokenizer, real_tokenizer):
-    """A cache key that misses a change would give one vocabulary the boundary tables of another."""
+    """Equal vocabularies have equal fingerprints, others have others."""
     again = Tokenizer.load(tiny_tokenizer.name)
     assert again.fingerprint == tiny_tokenizer.fingerprint != real_tokenizer.fingerprint
     again.token_bytes = [*again.token_bytes[:-1], None]
@@ -200,7 +199,7 @@ def copy_tokenizer(tokenizer, target):
 
 @pytest.mark.parametrize("ids", [3, [3, 5]])
 def test_generation_config_adds_stop_ids(tiny_tokenizer, tmp_path, ids):
-    """A model that ends its message with a token named only in its generation_config would never stop."""
+    """Stop ids come from generation_config.json, too."""
     copy_tokenizer(tiny_tokenizer, tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     expected = tiny_tokenizer.stop_ids | set(ids if isinstance(ids, list) else [ids])
@@ -219,7 +218,7 @@ def test_generation_config_adds_stop_ids(tiny_tokenizer, tmp_path, ids):
     ],
 )
 def test_damaged_tokenizer_files(tiny_tokenizer, tmp_path, file, text, message):
-    """A damaged file must be reported in one clear line, not with a traceback from inside a library."""
+    """A damaged file is reported in one line that names the directory."""
     (copy_tokenizer(tiny_tokenizer, tmp_path) / file).write_text(text)
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         Tokenizer.load(tmp_path)
@@ -227,7 +226,7 @@ def test_damaged_tokenizer_files(tiny_tokenizer, tmp_path, file, text, message):
 
 
 def test_a_hub_id_is_loaded_as_its_files_are(tmp_path, monkeypatch):
-    """The same files would give other token ids under a hub id than in a directory, or lose their stop ids."""
+    """A hub id loads as the directory of its files does, with the same tokens and stop ids."""
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     shutil.copytree(TOY_POLICY, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
     assert json.loads((snapshot / "config.json").read_text())["model_type"] == "qwen2"
@@ -249,7 +248,7 @@ def test_a_hub_id_is_loaded_as_its_files_are(tmp_path, monkeypatch):
     "template", ["{% for m in messages %}", "{{ raise_exception('no system') }}", "{{ 1 + 'a' }}"]
 )
 def test_a_template_that_fails_is_one_line(tiny_tokenizer, monkeypatch, template):
-    """A traceback from inside jinja, for one of many templates that users write."""
+    """A chat template that fails is one line."""
     monkeypatch.setattr(tiny_tokenizer.hf, "chat_template", template)
     with pytest.raises(UserError, match="chat_template cannot be rendered") as caught:
         tiny_tokenizer.chat([{"role": "user", "content": "?"}])
@@ -257,7 +256,7 @@ def test_a_template_that_fails_is_one_line(tiny_tokenizer, monkeypatch, template
 
 
 def test_other_keys_of_a_message_are_not_rendered(tiny_tokenizer, monkeypatch):
-    """A prompt of a question file could write control tokens through a field that the template prints."""
+    """Only the role and the content of a message reach the template."""
     template = "{% for m in messages %}{{ m.role }} {{ m.content }}{{ m.tool_calls }}{% endfor %}"
     monkeypatch.setattr(tiny_tokenizer.hf, "chat_template", template)
     ids = tiny_tokenizer.chat([{"role": "user", "content": "?", "tool_calls": "<|im_end|>"}])
@@ -265,7 +264,7 @@ def test_other_keys_of_a_message_are_not_rendered(tiny_tokenizer, monkeypatch):
 
 
 def test_missing_tokenizer(tmp_path):
-    """A mistyped directory must be reported at once, without a network request."""
+    """A missing or empty directory is reported without a network request."""
     with pytest.raises(UserError, match="no such directory"):
         Tokenizer.load(tmp_path / "nowhere")
     with pytest.raises(UserError, match="cannot be loaded"):
@@ -273,7 +272,7 @@ def test_missing_tokenizer(tmp_path):
 
 
 def test_other_kinds_of_tokenizer_are_refused(tmp_path):
-    """With a vocabulary whose bytes are unknown, the boundary tables could not detect tags."""
+    """A vocabulary that is not byte-level is refused."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"§hello world": 0, "<eos>": 1}, unk_token="<eos>"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="byte-level"):
@@ -281,7 +280,7 @@ def test_other_kinds_of_tokenizer_are_refused(tmp_path):
 
 
 def test_packaged_templates(tiny_tokenizer):
-    """A template without its tags would never teach the grammar; the toy one must cost no tokens."""
+    """Packaged templates have their tags and escape those in a question; the toy one costs no tokens."""
     assert prompts.packaged_templates() == (
         "compact",
         "direct",
@@ -305,7 +304,7 @@ def test_packaged_templates(tiny_tokenizer):
 
 
 def test_a_question_gets_one_question_mark(tiny_tokenizer):
-    """Published prompts end every question with `?`; a template without it must leave the question as it is."""
+    """A template that ends in `?` adds one only where the question has none."""
 
     def ends(template, question):
         text = tiny_tokenizer.decode(prompts.render_prompt(tiny_tokenizer, template, question), control=True)
@@ -318,7 +317,7 @@ def test_a_question_gets_one_question_mark(tiny_tokenizer):
 
 
 def test_user_template(tmp_path):
-    """A user's template without a place for the question would ask the same thing every time."""
+    """A user's template needs a place for the question."""
     file = tmp_path / "mine.txt"
     file.write_text("Q: {question}\n")
     assert prompts.load_template(file) == "Q: {question}"
@@ -330,7 +329,7 @@ def test_user_template(tmp_path):
 
 
 def test_row_prompt(tiny_tokenizer):
-    """A row's own prompt uses the same chat template; anything but messages is reported."""
+    """A row's own prompt uses the same chat template; anything but messages is refused."""
     messages = [{"role": "user", "content": "Use <search>. Who?"}]
     assert prompts.render_messages(tiny_tokenizer, messages) == tiny_tokenizer.chat(messages)
     for bad in (
