@@ -73,7 +73,7 @@ def main(_: list[str]) -> None:
         return [list(map(in_utf8, ranking)) for ranking in retriever.search(list(queries), section.topk)]
 
     def observe(queries: Sequence[str], rankings: Sequence[Sequence[Passage]]) -> str:
-        return tokenizer.decode(observations.rendered(queries, rankings, tokenizer.encode_foreign))
+        return tokenizer.decode(observations.render(queries, rankings, tokenizer.encode_foreign))
 
     rng = np.random.default_rng([SEED.value, 0x7EAC])
     search_turns = config.rollout.search_turns

@@ -61,7 +61,7 @@ class Observations:
     def of(cls, rollout: RolloutSection) -> Observations:
         return cls(rollout.obs_tokens)
 
-    def rendered(
+    def render(
         self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], encode: Callable[[str], list[int]]
     ) -> list[int]:
         """The token ids that `render_observation` makes of the passages of one search."""
@@ -96,7 +96,7 @@ def encode_transcript(
             if not last:
                 observed = tokenizer.next_user_message(CORRECTIVE_MESSAGE.strip(), observations.tokens)
         elif not last:
-            observed = observations.rendered(turn.queries, turn.passages, encode)
+            observed = observations.render(turn.queries, turn.passages, encode)
         ids += reply + observed
         mask += [turn.trained] * len(reply) + [False] * len(observed)
     return np.asarray(ids, np.int32), np.asarray(mask, bool)

@@ -148,7 +148,7 @@ def test_facts_that_the_observation_cuts_away_are_not_stated(questions, search, 
 
     def observe(tokens):
         observations = Observations(tokens)
-        return lambda q, r: tiny_tokenizer.decode(observations.rendered(q, r, tiny_tokenizer.encode_foreign))
+        return lambda q, r: tiny_tokenizer.decode(observations.render(q, r, tiny_tokenizer.encode_foreign))
 
     for splits in [(False,), (True,)]:
         assert not write(questions[kind], splits, search, observe(MIN_OBSERVATION_TOKENS))
