@@ -1,15 +1,21 @@
-"""The programs accept every command in the documents, every link resolves, and the folder list is current."""
+"""The programs accept every command in the documents, links resolve, and the generated page and lists are current."""
 
 import re
 import shlex
+import sys
 from pathlib import PurePosixPath
 
 import pytest
 from programs import ROOT, refusal, tracked
 
 from psearch_jax.config import Config
+from psearch_jax.config.setting import settings_of
 from psearch_jax.train.checkpointing.settings import fields
 from psearch_jax.train.monitoring.alarms import NAMES
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+import reference  # noqa: E402
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -84,3 +90,12 @@ def test_troubleshooting_knows_every_alarm_and_only_fields_of_a_run():
     sections = {name.split(".")[0] for name in known if "." in name}
     named = re.findall(rf"`(?:--config\.)?((?:{'|'.join(sorted(sections))})\.\w+)(?==|`)", TROUBLESHOOTING)
     assert len(named) > 30 and set(named) <= set(known), set(named) - set(known)
+
+
+def test_the_configuration_page_is_generated_and_has_a_sentence_for_every_field():
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `python docs/reference.py`"
+    rows = re.findall(r"^\| `(\w+)` \| `.*` \| .* \| (value|content|may change) \| (.*) \|$", reference.page(), re.M)
+    settings = settings_of(Config)
+    expected = {(name.rpartition(".")[2], s.resume.value, s.doc.replace("|", "\\|")) for name, s in settings.items()}
+    assert set(rows) == expected and len(rows) == len(settings)
+    assert all(setting.doc.endswith(".") and not setting.doc[0].islower() for setting in settings.values())

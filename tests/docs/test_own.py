@@ -60,13 +60,6 @@ def test_the_data_files_are_complete_and_can_be_indexed(data, tmp_path):
     assert (tmp_path / "index" / "manifest.json").is_file()
 
 
-def test_a_directory_without_texts_is_refused(tmp_path):
-    words = [sys.executable, "examples/custom_questions.py", f"--texts={tmp_path}", f"--out={tmp_path / 'out'}"]
-    done = completed(words)
-    assert done.returncode == 2 and f"--texts={tmp_path}: no .txt files found" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_config_file_of_the_page_is_valid(tmp_path):
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "get_config" in block)
     (tmp_path / "mine.py").write_text(code)
