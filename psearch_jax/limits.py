@@ -119,11 +119,6 @@ def _validate_learning(config: Config) -> None:
         f"learning.importance_cap={le.importance_cap} has no effect with old_logprobs=sampler, where the sampler's "
         "log-probs are the old policy's; accepted: 0",
     )
-    _require(
-        not (config.mesh.rollout_devices and t.dynamic_sampling_rounds),
-        f"mesh.rollout_devices: found {config.mesh.rollout_devices} with train.dynamic_sampling_rounds="
-        f"{t.dynamic_sampling_rounds}, accepted: one of them",
-    )
 
 
 def _validate_algorithm(config: Config) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -90,162 +89,39 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
         return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
     except NotImplementedError:  # an axis is not a product of physical axes of the slice, such as 8 in 4x4
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    except AssertionError:  # the devices are not a block of the slice: those that `rollout_devices` leaves of it
-        grid = np.asarray(devices).reshape(sizes)
     return Mesh(grid, AXES, axis_types=types)
 
 
 def make_meshes(section: MeshSection, devices: list[Any] | None = None) -> tuple[Mesh, Mesh]:
-    """The meshes that train and sample: of the same devices, or with `rollout_devices` of separate ones.
-
-    The same devices have one mesh, or two that differ in `tensor` (`regrouping`). Of separate devices, every process
-    has an equal part of both: the last of its devices sample. So weights are sent within processes. The TPUs of
-    several processes cannot be divided: a program needs all chips of a host.
+    """The meshes that train and sample. They have the same devices in the same order, and may differ in `tensor`.
 
     Raises:
-      UserError: as `make_mesh`, or the devices cannot be divided in this way.
+      UserError: as `mesh_sizes`, or `rollout_tensor` does not suit the mesh.
     """
-    devices, n = jax.devices() if devices is None else devices, section.rollout_devices
-    if not n:
-        return _meshes_of_the_same(section, devices)
-    on_tpu = devices[0].platform == "tpu"
-    if on_tpu and jax.process_count() > 1:
+    devices = jax.devices() if devices is None else devices
+    data, fsdp, tensor = sizes = mesh_sizes(section, len(devices))
+    rollout_tensor = section.rollout_tensor or tensor
+    if not can_regroup(fsdp, tensor, rollout_tensor):
+        accepted = ", ".join(str(n) for n in range(1, fsdp * tensor + 1) if can_regroup(fsdp, tensor, n))
         raise UserError(
-            f"config.mesh.rollout_devices: found {n} with {jax.process_count()} processes of TPUs, accepted: 0, or a "
-            "single process"
+            f"config.mesh.rollout_tensor: found {rollout_tensor} with a mesh of fsdp={fsdp} and tensor={tensor}, "
+            f"accepted: 0, {accepted}"
         )
-    by_process: dict[int, list[Any]] = {}
-    for device in devices:  # a plan's slice may have several hosts
-        by_process.setdefault(0 if on_tpu else device.process_index, []).append(device)
-    count, each = len(by_process), len(devices) // len(by_process)
-    if any(len(part) != each for part in by_process.values()):
-        sizes = ", ".join(str(len(part)) for part in by_process.values())
-        raise UserError(
-            f"config.mesh.rollout_devices: found {n} with {sizes} devices in the processes, accepted: 0, or equally "
-            "many devices in each"
-        )
-    if n >= len(devices) or n % count:
-        raise UserError(
-            f"config.mesh.rollout_devices: found {n} with {len(devices)} devices and {count} "
-            f"process{'es' * (count > 1)}, accepted: fewer than all, and a multiple of {count} (processes)"
-        )
-    own = n // count
-    train = make_mesh(section, [device for part in by_process.values() for device in part[:-own]])
-    sizes = train.devices.shape
-    tensor = section.rollout_tensor or sizes[-1]
-    _check_rollout_tensor(sizes, tensor)
-    if n % (count * tensor):
-        raise UserError(
-            f"config.mesh.rollout_devices: found {n} with rollout_tensor={tensor} and {count} "
-            f"process{'es' * (count > 1)}, accepted: a multiple of {count * tensor} (processes x rollout_tensor)"
-        )
-    if count > 1 and (each - own) % tensor and (each - own) % sizes[-1]:
-        raise UserError(
-            f"config.mesh: found tensor={sizes[-1]} and rollout_tensor={tensor} with {each - own} training devices in "
-            "each process, accepted: one of them divides that number"
-        )
-    shape = MeshSection(data=1, fsdp=n // tensor, tensor=tensor)
-    return train, make_mesh(shape, [device for part in by_process.values() for device in part[-own:]])
+    # Devices of one sampler group are neighbours of the slice; the mesh of training follows from that.
+    rollout_sizes = (data, fsdp * tensor // rollout_tensor, rollout_tensor)
+    rollout_mesh = make_mesh(MeshSection(*rollout_sizes), devices)
+    return Mesh(rollout_mesh.devices.reshape(sizes), AXES, axis_types=rollout_mesh.axis_types), rollout_mesh
 
 
-def _meshes_of_the_same(section: MeshSection, devices: list[Any]) -> tuple[Mesh, Mesh]:
-    """Two meshes of all devices, or the same one twice."""
-    sizes = data, fsdp, now = mesh_sizes(section, len(devices))
-    tensor = section.rollout_tensor or now
-    _check_rollout_tensor(sizes, tensor)
-    if tensor != now and (now == 1 or 1 < tensor < now):
-        # The smaller groups, those of the sampler, get neighbours of the slice. Those of training follow from them.
-        sampling = make_mesh(MeshSection(data, fsdp * now // tensor, tensor), devices)
-        grid = sampling.devices
-        if now > 1:  # the inverse of `regrouping`
-            grid = grid.reshape(data, fsdp, now // tensor, tensor).swapaxes(2, 3)
-        return Mesh(grid.reshape(sizes), AXES, axis_types=sampling.axis_types), sampling
-    mesh = make_mesh(section, devices)
-    return mesh, mesh if tensor == now else regrouping(mesh, tensor).target
-
-
-def _check_rollout_tensor(sizes: tuple[int, ...], tensor: int) -> None:
-    data, fsdp, now = sizes
-    if not can_regroup(fsdp, now, tensor):
-        accepted = ", ".join(str(n) for n in range(1, fsdp * now + 1) if can_regroup(fsdp, now, n))
-        raise UserError(
-            f"config.mesh.rollout_tensor: found {tensor} with a mesh of fsdp={fsdp} and tensor={now}, accepted: 0, "
-            f"{accepted}"
-        )
-
-
-def sampling_mesh(section: MeshSection) -> Mesh:
-    """The mesh of a program that does not train, such as an evaluation: all devices, with the sampler's `tensor`."""
-    return make_meshes(replace(section, rollout_devices=0))[1]
-
-
-@dataclass(frozen=True)
-class Regrouping:
-    """How devices exchange the parts of weights between a mesh and `target`, which differs in `tensor`.
-
-    `common` divides the devices in the order of the mesh; one of its axes, `part`, belongs to `fsdp` or to `tensor`.
-    An array moves from its place by `tables[0]`, which is the one by `STORAGE` in the mesh, to its place by each
-    further table. The last is the one by `SAMPLING` in `target`.
-    """
-
-    target: Mesh
-    common: Mesh
-    tables: tuple[Mapping[str, MeshAxes], ...]
-
-
-def can_regroup(fsdp: int, now: int, tensor: int) -> bool:
-    """Whether a mesh with these sizes of `fsdp` and `tensor` has a regrouping for another `tensor`."""
-    return now % tensor == 0 or (tensor % now == 0 and fsdp % (tensor // now) == 0)
-
-
-def regrouping(mesh: Mesh, tensor: int) -> Regrouping:
-    """The devices of `mesh` divided for a sampler with another `tensor`.
-
-    Weights move in two steps: first `part` changes its axis, or is gathered, and then fsdp is gathered. So no device
-    ever holds more of a kernel than it does in the end.
-
-    Raises:
-      ValueError: `can_regroup` is false.
-    """
-    data, fsdp, now = mesh.devices.shape
-    if not can_regroup(fsdp, now, tensor):
-        raise ValueError(f"fsdp={fsdp} and tensor={now} cannot be regrouped for tensor={tensor}")
-    together = dict.fromkeys(_TENSOR, "tensor")
-    in_parts = dict.fromkeys(_TENSOR, ("tensor", "part"))
-    tables: tuple[Mapping[str, MeshAxes], ...]
-    if tensor > now:
-        part, axes = tensor // now, ("data", "fsdp", "part", "tensor")
-        grid = mesh.devices.reshape(data, fsdp // part, part, now)
-        tables = ({**together, "embed": ("fsdp", "part")}, {**in_parts, "embed": "fsdp"}, in_parts)
-    else:
-        part, axes = now // tensor, ("data", "fsdp", "tensor", "part")
-        grid = mesh.devices.reshape(data, fsdp, tensor, part)
-        tables = ({**in_parts, "embed": "fsdp"}, {**together, "embed": "fsdp"}, together)
-    target = Mesh(grid.swapaxes(2, 3).reshape(data, -1, tensor), AXES, axis_types=mesh.axis_types)
-    return Regrouping(target, Mesh(grid, axes, axis_types=(AxisType.Auto,) * 4), tables)
+def can_regroup(fsdp: int, tensor: int, rollout_tensor: int) -> bool:
+    """Whether a sampler can use `rollout_tensor` on the devices of a mesh with these sizes of `fsdp` and `tensor`."""
+    return rollout_tensor == tensor or (tensor == 1 and fsdp % rollout_tensor == 0)
 
 
 def described(mesh: Mapping[str, int], rollout_mesh: Mapping[str, int]) -> str:
     """The sizes of both meshes in words; only those of the first if they are equal."""
     first, second = (" x ".join(f"{name} {size}" for name, size in sizes.items()) for sizes in (mesh, rollout_mesh))
     return first if first == second else f"{first} to train, {second} to sample"
-
-
-def own_part(mesh: Mesh) -> Mesh:
-    """This process's devices of `mesh`, as a mesh: they hold every shard of an array split over `tensor` only.
-
-    Raises:
-      ValueError: they do not, because a part of `tensor` is on no device of this process.
-    """
-    if jax.process_count() == 1:
-        return mesh
-    parts = [
-        [device for device in part.flat if device.process_index == jax.process_index()]
-        for part in np.moveaxis(mesh.devices, -1, 0)
-    ]
-    if not parts[0] or len({len(part) for part in parts}) > 1:
-        raise ValueError(f"tensor={len(parts)} is divided over several processes")
-    return Mesh(np.array(parts).T[None], AXES, axis_types=mesh.axis_types)
 
 
 def spec(axes: tuple[str | None, ...], rules: Mapping[str, MeshAxes], mesh: Any, shape: tuple[int, ...] | None = None):

@@ -22,7 +22,6 @@ from psearch_jax.sharding import (
     make_meshes,
     param_shardings,
     rows_sharding,
-    sampling_mesh,
     spec,
 )
 from psearch_jax.types import UserError
@@ -48,32 +47,22 @@ def test_the_open_axis_takes_what_the_others_leave():
     assert dict(make_mesh(MeshSection(1, -1, 1), jax.devices()[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
 
 
-@pytest.mark.parametrize("count", range(1, 8))
-def test_a_slice_is_divided_at_any_count(count):
-    """The devices that `rollout_devices` leaves are often no block of the slice, for which JAX raises a bare
-    AssertionError."""
-    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
-    devices = tpu_target("v5e:2x4").devices
-    training, sampling = make_meshes(MeshSection(1, -1, 1, rollout_devices=count), devices)
-    assert (training.size, sampling.size) == (8 - count, count)
-    assert {*training.devices.flat, *sampling.devices.flat} == set(devices)
-
-
 def test_the_sampler_has_neighbours_along_tensor():
     """A sampler whose sums over `tensor` cross the slice; two meshes of the same devices that are not the same."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     devices = tpu_target("v5e:4x4").devices
-    for tensor, sampler_tensor in ((1, 4), (1, 2), (2, 4), (4, 1), (4, 2), (8, 2)):
+    for tensor, sampler_tensor in ((1, 2), (1, 4), (4, 4)):
         training, sampling = make_meshes(MeshSection(1, -1, tensor, rollout_tensor=sampler_tensor), devices)
         assert sampling.devices.shape == (1, 16 // sampler_tensor, sampler_tensor)
-        assert set(sampling.devices.flat) == set(training.devices.flat) == set(devices)
+        assert list(sampling.devices.flat) == list(training.devices.flat)
+        assert set(sampling.devices.flat) == set(devices)
         for group in sampling.devices[0]:
             columns, rows = ({device.coords[i] for device in group} for i in (0, 1))
             assert len(columns) * len(rows) == sampler_tensor, "not a line or a square"
             assert all(max(places) - min(places) == len(places) - 1 for places in (columns, rows)), "not neighbours"
     for sampler_tensor in (3, 32):
         with pytest.raises(UserError, match=f"rollout_tensor: found {sampler_tensor} .* accepted: 0, 1, 2, 4, 8, 16$"):
-            make_meshes(MeshSection(1, -1, 2, rollout_tensor=sampler_tensor), devices)
+            make_meshes(MeshSection(1, -1, 1, rollout_tensor=sampler_tensor), devices)
     assert make_meshes(MeshSection(1, -1, 2, rollout_tensor=2), devices)[1].devices.shape == (1, 8, 2)
 
 
@@ -82,14 +71,6 @@ def test_meshes_in_words():
     one = {"data": 1, "fsdp": 4}
     assert described(one, dict(one)) == "data 1 x fsdp 4"
     assert described(one, {"data": 1, "fsdp": 2}) == "data 1 x fsdp 4 to train, data 1 x fsdp 2 to sample"
-
-
-def test_tpus_of_several_hosts_are_not_divided(monkeypatch):
-    """Programs on some of the chips of each host, which the compiler of a TPU refuses minutes later."""
-    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match="found 4 with 2 processes of TPUs, accepted: 0, or a single process"):
-        make_meshes(MeshSection(1, -1, 1, rollout_devices=4), tpu_target("v5e:2x4").devices)
 
 
 def test_heads_that_tensor_does_not_divide_are_refused_with_the_accepted_sizes():
@@ -106,14 +87,6 @@ def test_rows_that_the_mesh_does_not_divide_are_refused():
     check_rows(abstract_mesh(1, 8, 2), rollout__slots=16)
     with pytest.raises(UserError, match="config.rollout.slots: found 12, accepted: a multiple of 8 = 16 devices"):
         check_rows(abstract_mesh(1, 8, 2), rollout__slots=12)
-
-
-def test_the_mesh_of_programs_that_only_sample():
-    """A policy that was trained with a `tensor` of the sampler could not be evaluated where it was sampled."""
-    one = jax.devices()[:1]
-    assert sampling_mesh(MeshSection(rollout_devices=1)).shape == make_mesh(MeshSection(), one).shape
-    with pytest.raises(UserError, match="config.mesh.rollout_tensor: found 2 with a mesh of fsdp=1 and tensor=1"):
-        sampling_mesh(MeshSection(rollout_tensor=2))
 
 
 def test_an_axis_that_does_not_divide_stays_whole():

@@ -42,7 +42,6 @@ from psearch_jax.sharding import (
     make_meshes,
     param_shardings,
     placed,
-    sampling_mesh,
 )
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
@@ -134,7 +133,9 @@ def engine(
         raise UserError(listed("this run needs:", missing))
     if params is None:
         config = with_adapter_shape(config)
-    mesh, rollout_mesh = make_meshes(config.mesh) if training else 2 * (sampling_mesh(config.mesh),)
+    mesh, rollout_mesh = make_meshes(config.mesh)
+    if not training:
+        mesh = rollout_mesh
     dtype = jnp.float32 if training and not config.model.lora_rank else sampled_as(config)
     loaded = params is None
     model, params, path = load_weights(config, mesh, model, params, dtype)
@@ -276,7 +277,7 @@ def from_path(config: Config, path: str) -> Engine:
     """An engine for a Hugging Face directory, a hub id, `toy`, a run directory, or one checkpoint of a run."""
     if not has_checkpoints(path):
         return engine(replace(config, model=replace(config.model, path=path)))
-    mesh = sampling_mesh(config.mesh)
+    _, mesh = make_meshes(config.mesh)
     model, params, loop = checkpoint.load_params(
         path, lambda abstract: param_shardings(abstract, STORAGE, mesh), sampled_as(config)
     )

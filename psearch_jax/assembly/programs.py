@@ -46,7 +46,6 @@ def make_sampler(
         int8_weights=m.int8_weights,
         int8_cache=m.int8_cache,
         unstacked_decoding=m.unstacked_decoding and (mesh.devices.flat[0].platform == "gpu" or is_one_cpu(mesh)),
-        draft_tokens=config.rollout.draft_tokens,
         eos_continues=config.rollout.after_eos == "corrective",
     )
     form = implementation_for(mesh, dtype)

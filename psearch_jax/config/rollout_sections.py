@@ -80,18 +80,11 @@ class MeshSection:
     data: int = free(1, "Replicas of the training state, each with its own rows.")
     fsdp: int = free(-1, "Devices that share weights, optimizer state and rows.")
     tensor: int = free(1, "Devices over which heads, MLPs and vocabulary are split, in training and in sampling.")
-    rollout_devices: int = setting(
-        0,
-        "Of all devices, the number that only sample, while the others train (at the same time with "
-        "`train.staleness` of at least 1); `data`, `fsdp` and `tensor` then divide those that train. With "
-        "several processes, each has equally many of both; several hosts of TPUs are refused. 0: all devices do both "
-        "in turn.",
-        at_least=0,
-    )
     rollout_tensor: int = free(
         0,
-        "`tensor` of the sampler: a multiple or a divisor of `tensor`. Training is fastest with a small `tensor`; the "
-        "sampler's weights are split over `tensor` only. 0: the same. Programs that do not train use this mesh alone.",
+        "`tensor` of the sampler: a divisor of `fsdp`, with a `tensor` of 1. Training is fastest with a small "
+        "`tensor`; the sampler's weights are split over `tensor` only. 0: the same. Programs that do not train use "
+        "this mesh alone.",
         at_least=0,
     )
 
@@ -189,14 +182,6 @@ class RolloutSection:
         "Decoding returns to the host when this share of the live rows waits for passages or for the next rollout.",
         above=0,
         at_most=1,
-    )
-    draft_tokens: int = free(
-        0,
-        "Draft tokens that each decode step verifies per row. They are copied from what followed the row's last "
-        "tokens earlier in the row; each one that equals the sampled token saves a step. The samples do not change. "
-        "Useful where a decode step mostly reads weights and caches, as on accelerators.",
-        at_least=0,
-        at_most=7,
     )
     overlap_search: bool = free(
         False,

@@ -243,7 +243,7 @@ class Sampler:
             not read.
           refill: rollouts wait for a slot, so finished rows count as waiting, like parked rows.
           awaiting_search: number of parked rows for which a yield could do nothing; they do not count as waiting.
-          max_steps: decode steps of this call, for streaming; without drafts, each samples a token per row.
+          max_steps: decode steps of this call, for streaming; each samples a token per row.
         """
         rows, positions = state.ids.shape
         with jax.set_mesh(self.mesh):
@@ -343,7 +343,7 @@ class Sampler:
         place = NamedSharding(mesh, jax.sharding.PartitionSpec(None, ROWS, heads))
         scales = (place, place) if self.options.int8_cache else ()
         cache = KVCache(place, place, self._programs.k_transposed, *scales)
-        return SamplerState(row2, row2, row2, cache, row1, row1, row1, row1, row1, row2, replicated(mesh), row1, row1)
+        return SamplerState(row2, row2, row2, cache, row1, row1, row1, row1, row1, row2, replicated(mesh), row1)
 
 
 def _call(program: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from psearch_jax.models import kv_cache
 from psearch_jax.models.attention.scores import NEG_INF
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.unstacked import Unstacked
-from psearch_jax.rollout import boundary, drafts, sampling
+from psearch_jax.rollout import boundary, sampling
 from psearch_jax.rollout.sampler_state import SamplerState, Status
 from psearch_jax.sharding import put_rows, take_rows
 
@@ -46,7 +46,6 @@ class SamplerOptions:
       int8_weights: the graph's kernels are in int8.
       int8_cache: cached keys and values are in int8.
       unstacked_decoding: decode from a copy of each layer's weights in separate arrays (models/unstacked.py).
-      draft_tokens: drafts that a decode step verifies per row, at most 7; 0: one token is sampled per step.
       eos_continues: a row at a stop token without an answer waits for a message, as at the end of a full turn.
     """
 
@@ -59,7 +58,6 @@ class SamplerOptions:
     int8_weights: bool = False
     int8_cache: bool = False
     unstacked_decoding: bool = False
-    draft_tokens: int = 0
     eos_continues: bool = False
 
 
@@ -135,7 +133,6 @@ class SamplerPrograms:
             key=jnp.zeros((rows, 2), jnp.uint32),
             steps=jnp.int32(0),
             row_steps=zeros(rows),
-            drafted=zeros(rows),
         )
 
     def unstack(self, params: nnx.State) -> Unstacked:
@@ -177,7 +174,6 @@ class SamplerPrograms:
             key=put("key", keys),
             steps=state.steps,
             row_steps=state.row_steps,
-            drafted=state.drafted,
         )
 
     def extend(
@@ -281,44 +277,31 @@ class SamplerPrograms:
         span: int,
         state: SamplerState,
     ) -> SamplerState:
-        """Samples a token for every running row, and more as long as they equal the row's draft.
-
-        The model computes all T = 1 + draft_tokens positions of a row at once. The draw at a position depends only on
-        the row's key, the position and the tokens before it. So a draw after an accepted draft is the one that a step
-        of its own would have made, and the tokens are those of plain decoding (up to rounding).
-        """
-        B, S = state.ids.shape
-        T = 1 + self.options.draft_tokens
+        """Samples a token for every running row."""
         running = state.status == Status.RUNNING
         # A waiting row gets position 0: it attends to no cached position, and by-length decoding skips its cache.
         at = jnp.maximum(jnp.where(running, state.length, 0) - 1, 0)
         inputs = jnp.take_along_axis(state.ids, at[:, None], axis=1)
-        draft = drafts.copied(state.ids, at + 1, T - 1) if T > 1 else jnp.zeros((B, 0), jnp.int32)
-        inputs = jnp.concatenate([inputs, jnp.maximum(draft, 0)], axis=1)
         hidden, (k, v) = model.hidden(inputs, state.cache, at, keep_kv=True, span=span, unstacked=unstacked)
-        logits = model.logits(hidden, 1.0, self.n_ids, unstacked)
-        before, active = state, running
-        for t in range(T):
-            state, token = self._sample(tables, temperature, logits[:, t], active, state)
-            if t < T - 1:
-                active &= (state.status == Status.RUNNING) & (draft[:, t] == token)
+        logits = model.logits(hidden, 1.0, self.n_ids, unstacked)[:, 0]
+        sampled = self._sample(tables, temperature, logits, state)
         return replace(
-            state,
-            cache=kv_cache.write(state.cache, k, v, at, state.length - before.length),
+            sampled,
+            cache=kv_cache.write(state.cache, k, v, at, sampled.length - state.length),
             steps=state.steps + 1,
             row_steps=state.row_steps + running,
-            drafted=state.drafted + jnp.sum(running[:, None] & (draft >= 0), axis=1),
         )
 
     def _sample(
-        self, tables: StopTables, temperature: jax.Array, logits: jax.Array, active: jax.Array, state: SamplerState
-    ) -> tuple[SamplerState, jax.Array]:
-        """Samples one token for every active row from its logits [B, V]; also returns the tokens [B] of all rows."""
+        self, tables: StopTables, temperature: jax.Array, logits: jax.Array, state: SamplerState
+    ) -> SamplerState:
+        """Appends one token to every running row, sampled from its logits [B, V]."""
         B, S = state.ids.shape
         rows = jnp.arange(B)
         greedy = temperature < GREEDY_BELOW
         finite = jnp.all(jnp.isfinite(logits), axis=-1)
-        sampled = active & finite
+        running = state.status == Status.RUNNING
+        sampled = running & finite
         logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]
         logits = jnp.maximum(logits, NEG_INF)  # the division may have turned the mask into -inf
         choice = self.draw(sampling.filter_logits(logits, self.options.top_k, self.options.top_p), state)
@@ -344,7 +327,7 @@ class SamplerPrograms:
         status = jnp.select([c for c, _ in ended], [jnp.int32(s) for _, s in ended], jnp.int32(Status.RUNNING))
         automaton = jnp.where(answered, self.answered_state, tables.next[state.automaton, token].astype(jnp.int32))
         status = jnp.where(finite, status, Status.NOT_FINITE)
-        state = replace(
+        return replace(
             state,
             ids=state.ids.at[rows, write_at].set(token, mode="drop"),
             mask=state.mask.at[rows, write_at].set(True, mode="drop"),
@@ -352,6 +335,5 @@ class SamplerPrograms:
             length=length,
             turn_left=jnp.where(sampled, turn_left, state.turn_left),
             automaton=jnp.where(sampled, automaton, state.automaton),
-            status=jnp.where(active, status, state.status),
+            status=jnp.where(running, status, state.status),
         )
-        return state, token

@@ -36,9 +36,8 @@ class SamplerState:
     automaton: jax.Array  # [B] int32, state of the tag automaton; its last state means that an answer is complete
     status: jax.Array  # [B] int32, a `Status`
     key: jax.Array  # [B, 2] uint32, the rollout's own random key
-    steps: jax.Array  # [] int32, decode steps so far, each of which samples at least a token for every running row
+    steps: jax.Array  # [] int32, decode steps so far, each of which samples a token for every running row
     row_steps: jax.Array  # [B] int32, of these, the steps in which the slot's row was running
-    drafted: jax.Array  # [B] int32, draft tokens that the slot's rows verified
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class RolloutScheduler:
     Attributes:
       live: slot -> rollout, for this process's slots that are decoding, parked or waiting for a search.
       results: order -> trajectory; the caller may remove what it takes.
-      usage: the cost so far, except what `state` counts: `decode_steps`, `row_steps` and `drafted`.
+      usage: the cost so far, except what `state` counts: `decode_steps` and `row_steps`.
     """
 
     def __init__(
@@ -178,7 +178,6 @@ class RolloutScheduler:
             of = processes.fetch({name: getattr(self.state, name) for name in names})
             for b, rollout in self.live.items():
                 known = [of[name][b, : of["length"][b]].copy() for name in ("ids", "mask", "logprobs")]
-                self._count(decoded=rollout.sampled_now(known[1]))
                 left = of["key"][b].copy(), int(of["turn_left"][b]), int(of["automaton"][b])
                 suspended.append(Suspended(rollout, *known, *left))
         self.live, self.starts, self._pool_rows = {}, {}, {}
@@ -459,4 +458,3 @@ class RolloutScheduler:
         self.results[rollout.order] = Trajectory(
             rollout.question, rollout.sample, status, turns, ids, mask, logprobs, rollout.prompt_length, versions
         )
-        self._count(decoded=rollout.sampled_now(mask))

@@ -116,10 +116,9 @@ class RolloutStream:
         if not alone:
             processes.allgather(report)
         state, own = scheduler.state, list(scheduler.own)
-        steps, row_steps, drafted = processes.fetch((state.steps, state.row_steps, state.drafted))
+        steps, row_steps = processes.fetch((state.steps, state.row_steps))
         self._suspended = scheduler.suspend()
-        counts = {"row_steps": int(row_steps[own].sum()), "drafted": int(drafted[own].sum())}
-        self._spent += replace(scheduler.usage, decode_steps=int(steps), **counts)
+        self._spent += replace(scheduler.usage, decode_steps=int(steps), row_steps=int(row_steps[own].sum()))
 
     def take(self) -> list[Trajectory]:
         """The trajectories of the oldest batch, all samples of a question together, in the order of its questions."""

@@ -35,10 +35,6 @@ class Rollout:
             self.versions.pop()
         self.versions.append((position, version))
 
-    def sampled_now(self, mask: np.ndarray) -> int:
-        """Number of tokens sampled with the weights of the last version."""
-        return int(mask[self.versions[-1][0] :].sum()) if self.versions else 0
-
 
 ParseTurn = Callable[[Rollout, np.ndarray, Status], Turn]  # of the sampled tokens [n] and how they ended
 

@@ -12,8 +12,6 @@ class Usage:
     slots: int = 0  # of this process
     decode_steps: int = 0  # each for all slots
     row_steps: int = 0  # sum over this process's slots of the steps in which the row was running
-    drafted: int = 0  # draft tokens that these steps verified
-    decoded: int = 0  # tokens that this process's slots sampled in these steps
     yields: int = 0
     prefilled: int = 0  # positions computed by `prefill`, pads included, for all processes
     extended: int = 0  # positions computed by `extend`, likewise
@@ -33,16 +31,6 @@ class Usage:
         return self.row_steps / max(self.decode_steps * self.slots, 1)
 
     @property
-    def tokens_per_step(self) -> float:
-        """Tokens sampled per running row and decode step; 1 without drafts."""
-        return self.decoded / max(self.row_steps, 1)
-
-    @property
-    def draft_use(self) -> float:
-        """The share of verified draft tokens that were accepted."""
-        return (self.decoded - self.row_steps) / max(self.drafted, 1)
-
-    @property
     def extend_use(self) -> float:
         """The share of extended positions that hold an appended token."""
         return self.forced / max(self.extended, 1)
@@ -50,8 +38,6 @@ class Usage:
     def metrics(self) -> dict[str, float]:
         """Values for metrics.jsonl: those in `cost/` depend on slots, mesh and processes; `_s` marks seconds."""
         shares = {"row_use": self.row_use, "extend_use": self.extend_use}
-        if self.drafted:
-            shares |= {"tokens_per_step": self.tokens_per_step, "draft_use": self.draft_use}
         counts = {name: getattr(self, name) for name in ("decode_steps", "yields", "prefilled", "extended")}
         counts |= {"refreshed": self.refreshed} if self.refreshed else {}
         costs = {f"cost/{name}": float(value) for name, value in (shares | counts).items()}

@@ -17,7 +17,7 @@ from psearch_jax.config import DecoderConfig, LearningSection
 from psearch_jax.models import decoder
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.losses import METRICS, policy_loss
-from psearch_jax.rollout.copy import MovedCopy, SamplingCopy
+from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.sharding import STORAGE, param_shardings, placed
 from psearch_jax.train.trainable import Trainable, TrainingOptions, hidden_states, never_stop
@@ -94,15 +94,14 @@ class Learner(Trainable):
         cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
         self._frozen = placed(cast, param_shardings(weights, STORAGE, mesh)) if options.lora else None
         parts = self._weights_and_adapters(cast, self._abstract.params)
-        self._copy: SamplingCopy | MovedCopy
-        trained = options.lora is None
-        rollout_mesh = rollout_mesh or mesh
-        if set(rollout_mesh.devices.flat) == set(mesh.devices.flat):
-            self._copy = SamplingCopy(
-                *parts, sampling_dtype, mesh, in_int8=int8_sampling, trained=trained, rollout_mesh=rollout_mesh
-            )
-        else:
-            self._copy = MovedCopy(parts[0], sampling_dtype, mesh, rollout_mesh, int8_sampling, trained)
+        self._copy = SamplingCopy(
+            *parts,
+            sampling_dtype,
+            mesh,
+            in_int8=int8_sampling,
+            trained=options.lora is None,
+            rollout_mesh=rollout_mesh,
+        )
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 
     @property
@@ -114,11 +113,6 @@ class Learner(Trainable):
     def sampling_copy(self, params: nnx.State) -> nnx.State:
         """The parameters in the sampler's format. The copy may alias the base, which is never donated."""
         return self._copy(*self._weights_and_adapters(self.base, params))
-
-    @property
-    def transferred_bytes(self) -> int:
-        """Bytes that the last sampling copy sent to the sampler's own devices."""
-        return self._copy.sent_bytes if isinstance(self._copy, MovedCopy) else 0
 
     def reference_copy(self, params: nnx.State) -> nnx.State:
         """A frozen copy in the sampling dtype and storage sharding; with adapters, the base itself."""

@@ -409,7 +409,7 @@ def test_what_a_call_cost(tiny_tokenizer, params, service):
         used[share] = usage = collector.usage
         assert [t.status for t in out] == ["answered"] * len(scripts)
         sampled = sum(int(t.mask.sum()) for t in out)
-        assert usage.decoded == sampled == sum(map(len, scripts))
+        assert usage.row_steps == sampled == sum(map(len, scripts))
         assert usage.row_use == sampled / (8 * usage.decode_steps) and usage.prefilled == 2 * 8 * 48
         assert usage.forced == sum(int((~t.mask[t.prompt_length :]).sum()) for t in out) <= usage.extended
     early, late = used.values()

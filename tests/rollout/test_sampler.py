@@ -25,10 +25,9 @@ def weights():
     return SamplingWeights(random_params(CONFIG, seed=1), None)
 
 
-@pytest.fixture(scope="module", params=[0, 3], ids=["plain", "drafts"])
-def scripted(request, tiny_tokenizer):
-    options = {"max_tokens_after_answer": 4, "draft_tokens": request.param}
-    return make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, **options)
+@pytest.fixture(scope="module")
+def scripted(tiny_tokenizer):
+    return make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, max_tokens_after_answer=4)
 
 
 @pytest.fixture(scope="module")
@@ -528,4 +527,4 @@ def test_state_fields_are_all_compared():
     """A field added to the state must also be added to the comparisons above."""
     names = {f.name for f in dataclasses.fields(SamplerState)}
     compared = {"ids", "mask", "logprobs", "length", "turn_left", "budget_end", "automaton", "status", "key", "cache"}
-    assert names == {*compared, "steps", "row_steps", "drafted"}
+    assert names == {*compared, "steps", "row_steps"}

@@ -35,8 +35,8 @@ def batch(i: int) -> list:
     return [question(f"{i}-{j}", words[(i + j) % 3]) for j in range(BATCH)]
 
 
-def make_stream(tokenizer, rollout=ROLLOUT, **options):
-    sampler = make_sampler(tokenizer, CONFIG, yield_share=rollout.yield_share, **options)
+def make_stream(tokenizer, rollout=ROLLOUT):
+    sampler = make_sampler(tokenizer, CONFIG, yield_share=rollout.yield_share)
     collector = make_collector(tokenizer, sampler, rollout, retriever())
     return collector.stream(SAMPLES, seed=0)
 
@@ -98,14 +98,13 @@ def test_nothing_compiles_after_the_warm_up(tiny_tokenizer, policies, dtype):
     assert sum(refreshed) > 0 and sampler.compilations() == warm
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_tokens": 2}], ids=str)
-def test_suspending_changes_no_token(tiny_tokenizer, policies, options):
+def test_suspending_changes_no_token(tiny_tokenizer, policies):
     """A rollout that continues from a wrong cache, key, budget or tag state after it was suspended.
 
     With equal weights, rollouts that are suspended on the way sample what they would have sampled at once.
     """
-    ahead = collected(make_stream(tiny_tokenizer, **options), policies[:1], ahead=2)
-    at_once = collected(make_stream(tiny_tokenizer, **options), policies[:1], ahead=0)
+    ahead = collected(make_stream(tiny_tokenizer), policies[:1], ahead=2)
+    at_once = collected(make_stream(tiny_tokenizer), policies[:1], ahead=0)
     assert sum(len(t.versions) > 1 for one in ahead for t in one) >= 3, "no rollout was continued"
     for ours, theirs in zip(sum(ahead, []), sum(at_once, []), strict=True):
         assert (ours.question, ours.sample, ours.status) == (theirs.question, theirs.sample, theirs.status)
@@ -162,18 +161,17 @@ def test_no_token_is_older_than_allowed(tiny_tokenizer, policies):
             assert all(0 <= version - v <= ahead for t in trajectories for _, v in t.versions)
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_tokens": 2}], ids=str)
-def test_a_restored_stream_continues_to_the_bit(tiny_tokenizer, policies, options):
+def test_a_restored_stream_continues_to_the_bit(tiny_tokenizer, policies):
     """A resumed run that loses a rollout in flight, or continues it differently."""
 
     def through_a_file(stream):
         record = json.loads(json.dumps(in_flight.saved(stream.in_flight(), SAMPLES)))
-        other = make_stream(tiny_tokenizer, **options)
+        other = make_stream(tiny_tokenizer)
         other.restore(in_flight.restored(record, SAMPLES))
         return other
 
-    straight = collected(make_stream(tiny_tokenizer, **options), policies, ahead=2, batches=5)
-    resumed = collected(make_stream(tiny_tokenizer, **options), policies, 2, 5, through_a_file)
+    straight = collected(make_stream(tiny_tokenizer), policies, ahead=2, batches=5)
+    resumed = collected(make_stream(tiny_tokenizer), policies, 2, 5, through_a_file)
     assert same(straight, resumed) and any(len(t.versions) > 1 for one in straight for t in one)
 
 

@@ -226,7 +226,6 @@ def main(sizes: str, out: str) -> None:
     learner = Learner(config, LEARNING, optimizer, mesh, options, **sampled)
     copy = learner.sampling_copy(state.params)
     rolled = rollouts(make_sampler(config, mesh), copy)
-    drafted = rollouts(make_sampler(config, mesh, draft_tokens=3), copy, temperature=0.0)  # greedy text repeats itself
 
     narrow = Learner(normed, LEARNING, optimizer, mesh, TrainingOptions(S), **sampled, int8_sampling=True)
     unstacked = mesh.size > 1  # as GPUs decode
@@ -244,7 +243,6 @@ def main(sizes: str, out: str) -> None:
     (piece,) = mini_batches(batch, B)
     result = {name: getattr(rolled, name) for name in ("ids", "mask", "length", "status", "logprobs")}
     result |= {"int8_ids": in_int8.ids, "int8_logprobs": in_int8.logprobs}
-    result |= {"drafted_ids": drafted.ids, "drafted_mask": drafted.mask, "drafted_steps": drafted.row_steps}
     result |= {"trainer_logprobs": old, "learning_rate": np.float64(LEARNING.learning_rate)}
     first, seen = None, []
     for _ in range(3):

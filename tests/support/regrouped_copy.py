@@ -22,7 +22,7 @@ from psearch_jax.sharding import SAMPLING, STORAGE, make_meshes, param_shardings
 def difference(data: int, fsdp: int, tensor: int, sampler_tensor: int) -> float:
     """The largest difference for one pair of meshes."""
     mesh, sampler = make_meshes(MeshSection(data, fsdp, tensor, rollout_tensor=sampler_tensor))
-    assert sampler.shape["tensor"] == sampler_tensor and set(sampler.devices.flat) == set(mesh.devices.flat)
+    assert sampler.shape["tensor"] == sampler_tensor and list(sampler.devices.flat) == list(mesh.devices.flat)
     weights = random_params(tiny_config(64))
     adapters = lora.init_adapters(tiny_config(64), Lora(4, 8.0), 0)
     stored, low = (jax.device_put(x, param_shardings(x, STORAGE, mesh)) for x in (weights, adapters))

@@ -14,7 +14,6 @@ from runs import (
     assert_same_params,
     command,
     ended,
-    final_params,
     metrics_without_clocks,
     run,
     start,
@@ -141,72 +140,6 @@ def test_stale_runs_of_two_processes(tmp_path):
     finish(1, killed, 6)  # one process takes up the rollouts of both
     rows = metrics_without_clocks(killed)
     assert len(rows) == 6 and all(row["staleness"] <= 2 for row in rows) and rows[4]["continued"] > 0
-
-
-# Eight devices, four of which sample; the mini-batches of one mesh of eight.
-MESHES = {**STALE, "learning.micro_batch_rows": 8, "eval.questions_per_kind": 0, "train.checkpoint_every_steps": 1}
-
-
-def eight(count: int, workdir, steps: int, rollout_devices: int, **fields):
-    """The `count` processes of a run, which have eight devices together."""
-    fields = {**MESHES, "train.prompts": 4, "mesh.rollout_devices": rollout_devices, **fields}
-    return start_run(count, 8 // count, workdir, "toy", steps, **fields)
-
-
-def finish(processes) -> None:
-    for code, _, err in ended(processes):
-        assert code == 0, err[-3000:]
-
-
-def sampled_tokens(workdir, step: int) -> list:
-    file = workdir / "trajectories" / f"{step:06d}.jsonl"
-    return [json.loads(line)["ids"] for line in file.read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_two_meshes_equal_one(tmp_path):
-    """Weights that are sent wrongly from the mesh that trains to the mesh that samples, within a process or in each of
-    two, or a gradient that differs."""
-    fields = {"train.staleness": 0, "train.trajectories_per_step": 64}
-    one, two, several = tmp_path / "one", tmp_path / "two", tmp_path / "several"
-    finish(eight(1, one, 2, 0, **fields))
-    for count, workdir, mesh in ((1, two, {}), (2, several, {"mesh.fsdp": 2, "mesh.tensor": 2})):
-        finish(eight(count, workdir, 2, 4, **fields, **{"mesh.rollout_tensor": 2}, **mesh))
-        assert all(1e6 < row["transfer_bytes"] < 1e7 for row in metrics_without_clocks(workdir))
-        assert all(sampled_tokens(one, step) == sampled_tokens(workdir, step) for step in range(2))
-        norms = [[row["gradient_norm"] for row in metrics_without_clocks(each)] for each in (workdir, one)]
-        np.testing.assert_allclose(*norms, rtol=1e-3)
-        assert_same_params(workdir, one)
-    ours, theirs = final_params(two), final_params(one)  # without `tensor`, every entry is close
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        np.testing.assert_allclose(ours[name], theirs[name], atol=2e-4, err_msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "steps"), [(1, 4), (2, 2)])
-def test_two_meshes_repeat_and_resume_to_the_bit(tmp_path, count, steps):
-    """Sampling and learning run at the same time, so the clock could decide their order. With two processes, a stop
-    request to one of them could leave the other waiting."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(eight(count, whole, steps, 4))
-    rows = metrics_without_clocks(whole)
-    assert all(1 <= row["staleness"] <= 2 for row in rows[1:])
-    for row in map(json.loads, (whole / "metrics.jsonl").read_text().splitlines()):
-        # On the CPUs of two processes the update waits for all of the sampling.
-        assert row["sampling_wait_s"] > (0 if count == 1 else row["sampling_ahead_s"]), "the step's time lacks a part"
-    processes = eight(count, killed, steps, 4)
-    wait_for(lambda: (killed / "checkpoints" / str(steps // 2)).is_dir(), processes[0])
-    if count == 1:
-        processes[0].send_signal(signal.SIGKILL)
-        processes[0].communicate()
-    else:
-        processes[1].send_signal(signal.SIGTERM)
-        stopped = ended(processes, 120)
-        assert all(code == 0 for code, _, _ in stopped), [err[-2000:] for _, _, err in stopped]
-    finish(eight(count, killed, steps, 4))
-    assert metrics_without_clocks(killed) == rows
-    assert_same_params(killed, whole)
 
 
 def trajectory(versions, mask) -> Trajectory:

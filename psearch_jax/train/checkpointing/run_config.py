@@ -48,13 +48,11 @@ def config_of(model: str, training: bool = False) -> Config | None:
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     mesh, devices = config.mesh, jax.device_count()
-    if training:
-        devices -= mesh.rollout_devices
-    elif mesh.rollout_devices or mesh.rollout_tensor:
-        mesh = MeshSection(tensor=mesh.rollout_tensor or mesh.tensor)
+    if not training and mesh.rollout_tensor:
+        mesh = MeshSection(tensor=mesh.rollout_tensor)
     try:
         _, fsdp, tensor = mesh_sizes(mesh, devices)
-        fits = devices > 0 and can_regroup(fsdp, tensor, mesh.rollout_tensor or tensor)
+        fits = can_regroup(fsdp, tensor, mesh.rollout_tensor or tensor)
     except UserError:
         fits = False
     if not fits:  # the run used another machine
