@@ -24,8 +24,7 @@ from psearch_jax.rollout.boundary import HIT_ANSWER, HIT_SEARCH, BoundaryTables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.rollout.sampler import Sampler
-from psearch_jax.rollout.sampler_programs import random_draw
-from psearch_jax.rollout.sampler_state import SamplerState
+from psearch_jax.rollout.sampler_programs import SamplerState, choose_at_random
 from psearch_jax.sharding import SAMPLING, make_mesh, param_shardings
 from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS
 from psearch_jax.types import Question, Trajectory, Turn
@@ -183,7 +182,7 @@ class ScriptedRollouts:
             end_tables(n_ids),
             n_ids,
             (),
-            functools.partial(sampler, draw=scripted_draw(work, keys)),
+            functools.partial(sampler, choose=choose_by_script(work, keys)),
         )
         self.collector = Collector(
             self.sampler,
@@ -221,7 +220,7 @@ def end_tables(n_ids: int) -> BoundaryTables:
     return BoundaryTables(np.zeros_like(hit), hit)
 
 
-def scripted_draw(work: Work, keys: np.ndarray) -> Callable[[jax.Array, SamplerState], jax.Array]:
+def choose_by_script(work: Work, keys: np.ndarray) -> Callable[[jax.Array, SamplerState], jax.Array]:
     """Samples at random within a turn, and ends it where the script of the row's key does.
 
     Args:
@@ -233,11 +232,11 @@ def scripted_draw(work: Work, keys: np.ndarray) -> Callable[[jax.Array, SamplerS
         ends[i, : len(steps)] = work.prompt_tokens + np.cumsum(steps)
     last = ends.max(1)
 
-    def draw(logits: jax.Array, state: SamplerState) -> jax.Array:
-        script = jnp.argmax(jnp.all(state.key[:, None] == keys[None], axis=-1), axis=1)  # [B]
+    def choose(logits: jax.Array, state: SamplerState) -> jax.Array:
+        script = jnp.argmax(jnp.all(jax.random.key_data(state.key)[:, None] == keys[None], axis=-1), axis=1)  # [B]
         length = state.length + 1
-        token = jnp.maximum(random_draw(logits, state), 1 + max(SEARCH_ID, ANSWER_ID))
+        token = jnp.maximum(choose_at_random(logits, state), 1 + max(SEARCH_ID, ANSWER_ID))
         token = jnp.where(jnp.any(jnp.asarray(ends)[script] == length[:, None], axis=1), SEARCH_ID, token)
         return jnp.where(length == jnp.asarray(last)[script], ANSWER_ID, token)
 
-    return draw
+    return choose

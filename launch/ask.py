@@ -123,7 +123,7 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
     answerers = {}
     for name, collector in collectors.items():
         collector, prompt = for_one(collector)
-        collector.compile(weights, (prompt,))
+        collector.warm_up(weights, prompts=(prompt,))
         answerers[name] = Answerer(collector, weights, SEED.value)
     ready = time.monotonic()
     seconds = f"{loaded - began:.1f} s to load, {ready - loaded:.1f} s to compile"

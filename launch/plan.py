@@ -41,7 +41,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.planning.plan import advice, make_plan
     from psearch_jax.planning.roofline import lower_bounds
     from psearch_jax.runtime.paths import locate, make_writable, write_atomically
-    from psearch_jax.sharding import described
+    from psearch_jax.sharding import describe_meshes
 
     config = from_mapping(CONFIG.value.to_dict())
     mean = MEAN.value or config.rollout.context_tokens // 2
@@ -61,7 +61,7 @@ def main(_: list[str]) -> None:
         return f"{size / GIB:.2f}"
 
     kind = f"{plan.chips} x {target.kind}, {gib(plan.chip.hbm_bytes)} GiB each"
-    print(f"{TOPOLOGY.value}: {kind}; {described(plan.mesh, plan.rollout_mesh)}\n")
+    print(f"{TOPOLOGY.value}: {kind}; {describe_meshes(plan.mesh, plan.rollout_mesh)}\n")
     rows = [["resident", "GiB per chip"]]
     print(table(rows + [[name.replace("_", " "), gib(size)] for name, size in plan.resident.items()]) + "\n")
     rows = [["program", "largest at width", "peak", "other arrays", "total", "compiled in"]]

@@ -118,7 +118,7 @@ def can_regroup(fsdp: int, tensor: int, rollout_tensor: int) -> bool:
     return rollout_tensor == tensor or (tensor == 1 and fsdp % rollout_tensor == 0)
 
 
-def described(mesh: Mapping[str, int], rollout_mesh: Mapping[str, int]) -> str:
+def describe_meshes(mesh: Mapping[str, int], rollout_mesh: Mapping[str, int]) -> str:
     """The sizes of both meshes in words; only those of the first if they are equal."""
     first, second = (" x ".join(f"{name} {size}" for name, size in sizes.items()) for sizes in (mesh, rollout_mesh))
     return first if first == second else f"{first} to train, {second} to sample"

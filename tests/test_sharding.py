@@ -17,7 +17,7 @@ from psearch_jax.sharding import (
     check_heads,
     check_rows,
     constrain,
-    described,
+    describe_meshes,
     make_mesh,
     make_meshes,
     param_shardings,
@@ -69,8 +69,8 @@ def test_the_sampler_has_neighbours_along_tensor():
 def test_meshes_in_words():
     """A log or plan that shows the mesh of training for the sampler."""
     one = {"data": 1, "fsdp": 4}
-    assert described(one, dict(one)) == "data 1 x fsdp 4"
-    assert described(one, {"data": 1, "fsdp": 2}) == "data 1 x fsdp 4 to train, data 1 x fsdp 2 to sample"
+    assert describe_meshes(one, dict(one)) == "data 1 x fsdp 4"
+    assert describe_meshes(one, {"data": 1, "fsdp": 2}) == "data 1 x fsdp 4 to train, data 1 x fsdp 2 to sample"
 
 
 def test_heads_that_tensor_does_not_divide_are_refused_with_the_accepted_sizes():

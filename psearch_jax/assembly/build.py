@@ -38,7 +38,7 @@ from psearch_jax.runtime import progress
 from psearch_jax.runtime.cli import CACHE_HOME, read_token
 from psearch_jax.sharding import (
     STORAGE,
-    described,
+    describe_meshes,
     make_meshes,
     param_shardings,
     placed,
@@ -93,7 +93,7 @@ class Engine:
     def describe(self) -> str:
         """One line that describes the model and the devices."""
         count = sum(x.size for x in jax.tree.leaves(self.params))
-        mesh = described(self.mesh.shape, self.collector.sampler.mesh.shape)
+        mesh = describe_meshes(self.mesh.shape, self.collector.sampler.mesh.shape)
         return f"{count / 1e6:.1f}M parameters on {self.mesh.devices.size} x {jax.devices()[0].device_kind} ({mesh})"
 
 

@@ -13,7 +13,7 @@ from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.models import decoder
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.rollout.boundary import BoundaryTables
-from psearch_jax.rollout.copy import sampled_shape
+from psearch_jax.rollout.copy import untie_for_sampling
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.sharding import is_one_cpu
@@ -35,7 +35,7 @@ def make_sampler(
     """The sampler of a config."""
     m = config.model
     dtype = jnp.dtype(m.sampling_dtype)
-    model = sampled_shape(model, mesh, dtype)
+    model = untie_for_sampling(model, mesh, dtype)
     options = SamplerOptions(
         dtype=dtype,
         top_k=config.rollout.top_k,

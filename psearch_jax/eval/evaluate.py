@@ -23,8 +23,8 @@ from psearch_jax.config import Config, with_method
 from psearch_jax.eval.benchmarks import file_name
 from psearch_jax.eval.scores import DIGITS, Score, from_row, score, to_row
 from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.rollouts import Progress
 from psearch_jax.rollout.sampler_programs import SamplingWeights
-from psearch_jax.rollout.scheduler import Progress
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import locate, remove_tree, write_atomically
 from psearch_jax.text.prompts import load_template

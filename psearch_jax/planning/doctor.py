@@ -26,7 +26,7 @@ from psearch_jax.planning.targets import Target
 from psearch_jax.rl.rewards import never_pays_for_splitting
 from psearch_jax.runtime.accelerators import GIB, Chip, chip_of
 from psearch_jax.runtime.paths import is_remote, locate, packaged
-from psearch_jax.sharding import described, make_meshes
+from psearch_jax.sharding import describe_meshes, make_meshes
 from psearch_jax.text.prompts import load_template
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import settings as recorded
@@ -79,7 +79,7 @@ def _checks(config: Config, workdir: str, root: Path) -> Iterator[Finding]:
     yield from guarded("config", lambda: check_settings(config))
     config = with_method(config)
     yield from guarded("model", lambda: check_model(config))
-    meshes = list(guarded("mesh", lambda: described(*(mesh.shape for mesh in make_meshes(config.mesh)))))
+    meshes = list(guarded("mesh", lambda: describe_meshes(*(mesh.shape for mesh in make_meshes(config.mesh)))))
     yield from meshes
     plans: list[Plan] = []
     if not any(finding.wrong for finding in meshes):

@@ -6,6 +6,7 @@ program runs.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
@@ -27,8 +28,8 @@ from psearch_jax.models import decoder, hf
 from psearch_jax.models.lora import abstract_trained
 from psearch_jax.planning.targets import Target
 from psearch_jax.rollout.boundary import build_tables
-from psearch_jax.rollout.collect import pool_rows, rows_per_call, widths
-from psearch_jax.rollout.copy import sampled_in_place
+from psearch_jax.rollout.copy import can_sample_in_place
+from psearch_jax.rollout.sampler import SamplerShapes
 from psearch_jax.runtime.accelerators import GIB, Chip
 from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.sharding import STORAGE, make_meshes, param_shardings, placed
@@ -163,8 +164,13 @@ def make_plan(
     n_ids = min(TOKENIZER_IDS, model.vocab_rows)
     learner = make_learner(config, model, mesh, optimizer, n_ids, rollout_mesh=rollout_mesh)
     sampler = bare_sampler(config, model, rollout_mesh)
-    rows = (r.slots, r.context_tokens, pool_rows(r, rollout_mesh), rows_per_call(r, rollout_mesh))
-    slots, pool, traces = sampler.traced(*rows, widths(r, sampler.by_length), config.train.staleness > 0)
+    shapes = SamplerShapes.of(r, rollout_mesh, sampler.by_length)
+    slots = sampler.abstract_state(shapes.slots, shapes.positions)
+    pool = sampler.abstract_state(shapes.pool_rows, shapes.prompts[-1])
+    traces = {
+        program.name: {width: functools.partial(program.trace, width) for width in program.widths}
+        for program in sampler.programs(shapes, suspends=config.train.staleness > 0)
+    }
     traces |= learner.traced()
     if ppo:
         critic_programs = make_critic(config, model, mesh, critic_optimizer).traced(base_of_critic)
@@ -182,7 +188,7 @@ def make_plan(
     }
     resident = {name: bytes_per_chip(tree) for name, tree in arrays.items()}
     in_place = (
-        bool(lora) and mesh == rollout_mesh and not config.model.int8_weights and sampled_in_place(abstract, mesh)
+        bool(lora) and mesh == rollout_mesh and not config.model.int8_weights and can_sample_in_place(abstract, mesh)
     )
     head = bytes_per_chip(stored) - bytes_per_chip(base_of_critic) if lora else 0
 

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import copy
-import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import jax
 import numpy as np
 
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.models.buckets import buckets
 from psearch_jax.rollout import sampling
-from psearch_jax.rollout.sampler import Sampler
+from psearch_jax.rollout.rollouts import ParseTurn, Parts, Progress, Usage
+from psearch_jax.rollout.sampler import Sampler, SamplerShapes
 from psearch_jax.rollout.sampler_programs import SamplingWeights
-from psearch_jax.rollout.sampler_state import Widths
-from psearch_jax.rollout.scheduler import Parts, Progress
 from psearch_jax.rollout.stream import RolloutStream
-from psearch_jax.rollout.turns import ParseTurn, TurnParser
-from psearch_jax.rollout.usage import Usage
+from psearch_jax.rollout.turns import TurnParser
 from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
@@ -67,9 +62,7 @@ class Collector:
             rollout=rollout,
             retrieval=retrieval,
             parse_turn=parse_turn or by_grammar,
-            widths=widths(rollout, sampler.by_length),
-            pool_rows=pool_rows(rollout, sampler.mesh),
-            rows_per_call=rows_per_call(rollout, sampler.mesh),
+            shapes=SamplerShapes.of(rollout, sampler.mesh, sampler.by_length),
         )
         self.usage, self.render = Usage(), render
 
@@ -89,58 +82,25 @@ class Collector:
         other.parts, other.usage = replace(self.parts, retriever=retriever), Usage()
         return other
 
-    def warm_up(self, weights: SamplingWeights) -> None:
-        """Compiles every shape that `collect` can need, so that no later step waits for a compilation."""
-        self.compile(weights, self.parts.widths.prompts)
-        rows, pool, widths = self.parts.rows_per_call, self.parts.pool_rows, self.parts.widths
-        state = self.sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
-        nothing = np.zeros(rows, np.int32)
-        for width in widths.observations:
-            ids = np.zeros((rows, width), np.int32)
-            state = self.sampler.extend(weights, state, ids, nothing, 1, nothing - 1)
-        for width in widths.prompts:
-            ids, n = np.zeros((pool, width), np.int32), np.zeros(pool, np.int32)
-            prompts = self.sampler.prefill(weights, ids, n)
-            state = self.sampler.admit(state, prompts, nothing - 1, np.zeros((rows, 2), np.uint32), 1, 1, nothing - 1)
-        for span in widths.spans:
-            state = self.sampler.generate(weights, state, 1.0, span)
-        jax.block_until_ready(state)
-
-    def with_widths(self, widths: Widths) -> Collector:
-        """The same collector with programs of other widths; each is compiled when it is first needed."""
+    def with_shapes(self, shapes: SamplerShapes) -> Collector:
+        """The same collector with programs of other shapes; each is compiled when it is first needed."""
         other = copy.copy(self)
-        other.parts, other.usage = replace(self.parts, widths=widths), Usage()
+        other.parts, other.usage = replace(self.parts, shapes=shapes), Usage()
         return other
 
-    def compile(self, weights: SamplingWeights, prompts: Sequence[int]) -> None:
-        """Compiles the programs of every width without running any, in less memory than `warm_up`.
+    def warm_up(
+        self, weights: SamplingWeights, *, suspends: bool = False, prompts: tuple[int, ...] | None = None
+    ) -> None:
+        """Compiles every program without running any, so that no later call waits for a compilation.
 
         Args:
-          prompts: the prompt widths to compile for; other widths are compiled when first needed.
+          suspends: as in `Sampler.programs`.
+          prompts: the prompt widths to compile for, if not all; others are compiled when they are first needed.
         """
-        rows, pool_rows, widths = self.parts.rows_per_call, self.parts.pool_rows, self.parts.widths
-        sampler, compiler = self.sampler, self.sampler.compile_only()
-        state = sampler.new_state(self.parts.rollout.slots, self.parts.rollout.context_tokens)
-        nothing, keys = np.zeros(rows, np.int32), np.zeros((rows, 2), np.uint32)
-
-        def generate(span: int) -> None:
-            compiler.generate(weights, state, 1.0, span)
-
-        def prefill(width: int) -> None:
-            ids, n = np.zeros((pool_rows, width), np.int32), np.zeros(pool_rows, np.int32)
-            compiler.prefill(weights, ids, n)
-            pool = sampler.new_state(pool_rows, width)
-            compiler.admit(state, pool, nothing - 1, keys, 1, 1, nothing - 1)
-
-        def extend(width: int) -> None:
-            ids = np.zeros((rows, width), np.int32)
-            compiler.extend(weights, state, ids, nothing, 1, nothing - 1)
-
-        work = [functools.partial(generate, span) for span in widths.spans]
-        work += [functools.partial(prefill, width) for width in prompts]
-        work += [functools.partial(extend, width) for width in widths.observations]
+        shapes = self.parts.shapes
+        shapes = replace(shapes, prompts=prompts or shapes.prompts)
         sampling.row_keys(0, 0, [np.zeros(8, np.uint32)], [0])
-        compile_all(work)
+        compile_all(self.sampler.programs(shapes, weights, suspends))
 
     def collect(
         self,
@@ -179,24 +139,6 @@ class Collector:
         return RolloutStream(self.parts, self.render, samples, seed)
 
 
-def widths(rollout: RolloutSection, by_length: bool = False) -> Widths:
-    """The widths of every program that `collect` can need; one span for a sampler that decodes `by_length`."""
-    token_widths = (buckets(most, rollout.num_buckets) for most in (rollout.prompt_tokens, rollout.obs_tokens))
-    return Widths(*token_widths, buckets(rollout.context_tokens, 1 if by_length else rollout.num_buckets))
-
-
-def pool_rows(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
-    """Prompts prefilled at once: enough for all slots, rounded up to equal shares per device and process."""
-    unit = math.lcm(mesh.shape["data"] * mesh.shape["fsdp"], jax.process_count())
-    return -(-math.ceil(rollout.slots / rollout.samples) // unit) * unit
-
-
-def rows_per_call(rollout: RolloutSection, mesh: jax.sharding.Mesh) -> int:
-    """R, the slots per call of `admit` or `extend`: an eighth of all, rounded up to equal shares per device."""
-    devices = mesh.shape["data"] * mesh.shape["fsdp"]
-    return devices * math.ceil(rollout.slots / devices / 8)
-
-
 def for_one(collector: Collector) -> tuple[Collector, int]:
     """A collector for questions that come one by one, and the prompt width of most of them.
 
@@ -205,6 +147,10 @@ def for_one(collector: Collector) -> tuple[Collector, int]:
     parts = collector.parts
     template_tokens = len(collector.render(Question("", "", "?", (), "single")))
     usual = min(-(-(template_tokens + QUESTION_TOKENS) // 32) * 32, parts.rollout.prompt_tokens)
-    prompts = (usual, *(width for width in parts.widths.prompts if width > usual))
-    observations = buckets(parts.rollout.obs_tokens, 8)
-    return collector.with_widths(Widths(prompts, observations, parts.widths.spans[-1:])), usual
+    shapes = replace(
+        parts.shapes,
+        prompts=(usual, *(width for width in parts.shapes.prompts if width > usual)),
+        observations=buckets(parts.rollout.obs_tokens, 8),
+        spans=parts.shapes.spans[-1:],
+    )
+    return collector.with_shapes(shapes), usual

@@ -21,12 +21,12 @@ from psearch_jax.sharding import (
 )
 
 
-def sampled_shape(config: DecoderConfig, mesh: Mesh, dtype: Any) -> DecoderConfig:
+def untie_for_sampling(config: DecoderConfig, mesh: Mesh, dtype: Any) -> DecoderConfig:
     """The sampling copy's shape: a tied head becomes a separate matrix where products with a transpose are slow."""
     return replace(config, tied=config.tied and not multiplies_slowly_transposed(mesh, dtype))
 
 
-def sampling_cast(
+def make_cast(
     abstract: nnx.State,
     dtype: Any,
     mesh: Mesh,
@@ -58,7 +58,7 @@ def sampling_cast(
     return jax.jit(cast, out_shardings=param_shardings(jax.eval_shape(cast, abstract), SAMPLING, mesh))
 
 
-def sampled_in_place(abstract: nnx.State, mesh: Mesh) -> bool:
+def can_sample_in_place(abstract: nnx.State, mesh: Mesh) -> bool:
     """Whether the storage and sampling shardings are equivalent: they are unless the mesh splits over fsdp."""
     pairs = zip(
         jax.tree.leaves(param_shardings(abstract, STORAGE, mesh)),
@@ -72,7 +72,7 @@ def sampled_in_place(abstract: nnx.State, mesh: Mesh) -> bool:
 class SamplingCopy:
     """Makes the copy that decodes: cast once, split over `tensor` only, optionally with kernels in int8, with adapters
     and base weights in one tree. Frozen weights are not copied if they already have the sampler's dtype and layout.
-    The copy has the form of `sampled_shape`.
+    The copy has the form of `untie_for_sampling`.
 
     Args:
       weights, adapters: abstract or concrete; adapters are None if there are none.
@@ -96,12 +96,12 @@ class SamplingCopy:
     ):
         rollout_mesh = rollout_mesh or mesh
         same = rollout_mesh == mesh and all(x.dtype == dtype for x in jax.tree.leaves(weights))
-        self._in_place = same and not trained and not in_int8 and sampled_in_place(weights, mesh)
+        self._in_place = same and not trained and not in_int8 and can_sample_in_place(weights, mesh)
         rounding = int8.with_kernels if in_int8 else None
         self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
         self._frozen_head: jax.Array | None = None
         regroup = rollout_mesh != mesh
-        self._cast = sampling_cast(self._copied(weights, adapters), dtype, rollout_mesh, rounding, regroup)
+        self._cast = make_cast(self._copied(weights, adapters), dtype, rollout_mesh, rounding, regroup)
 
     def __call__(self, weights: nnx.State, adapters: nnx.State | None = None) -> nnx.State:
         if self._unties and self._in_place:

@@ -10,42 +10,46 @@ token is always the next model input. So no logits are stored, and new, parked a
 `generate` stops when no row is running, after the requested number of decode steps, or when enough rows wait:
 parked at `</search>`, at the end of a full turn or, with `eos_continues`, at a stop token without an answer, or
 finished while other rollouts wait for a slot.
-`admit` and `extend` change only a few rows per call, `rows` [R] as in models/kv_cache.py. Their cost grows with R, so
-a row need not wait until many rows are ready.
+`admit` and `extend` change only a few rows per call: those of `slots` [R], where -1 means none. Their cost grows with
+R, so a row need not wait until many rows are ready. On a mesh `slots` is split like the rows, and each device's part
+names slots of that device.
 Letters: B rows, R of them in one call, S positions, C forced tokens in one call, P prompts, V vocabulary rows (others
 in models/decoder.py).
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from psearch_jax.config import DecoderConfig
+from psearch_jax.config import DecoderConfig, RolloutSection
 from psearch_jax.models import decoder, int8, lora, ragged
 from psearch_jax.models.attention import implementation_for
-from psearch_jax.models.kv_cache import KVCache
+from psearch_jax.models.buckets import buckets
 from psearch_jax.rollout.boundary import BoundaryTables
-from psearch_jax.rollout.copy import sampling_cast
+from psearch_jax.rollout.copy import make_cast
 from psearch_jax.rollout.sampler_programs import (
-    Draw,
+    ChooseTokens,
+    RowArrays,
     SamplerOptions,
     SamplerPrograms,
+    SamplerState,
     SamplingWeights,
     StopTables,
     YieldLimits,
-    random_draw,
+    choose_at_random,
 )
-from psearch_jax.rollout.sampler_state import SamplerState, Widths
 from psearch_jax.runtime import platforms
+from psearch_jax.runtime.compiling import Program
 from psearch_jax.sharding import (
     ROWS,
     SAMPLING,
@@ -62,6 +66,38 @@ from psearch_jax.sharding import (
 NO_STEP_LIMIT = np.iinfo(np.int32).max
 
 
+@dataclass(frozen=True)
+class SamplerShapes:
+    """The sizes that the programs are compiled for; the widths are ascending."""
+
+    slots: int  # B
+    positions: int  # S
+    pool_rows: int  # P, prompts of one `prefill`
+    slots_per_call: int  # R, of `admit`, `extend`, `read` and `refresh`
+    prompts: tuple[int, ...]  # widths of `prefill`
+    observations: tuple[int, ...]  # widths of `extend`
+    spans: tuple[int, ...]  # of `generate`
+
+    @classmethod
+    def of(cls, rollout: RolloutSection, mesh: Mesh, by_length: bool = False) -> SamplerShapes:
+        """The shapes of a config.
+
+        The pool has the prompts of all slots, and R is an eighth of the slots, both rounded up to equal shares per
+        device and process. A sampler that decodes `by_length` needs only one span.
+        """
+        devices = mesh.shape["data"] * mesh.shape["fsdp"]
+        unit = math.lcm(devices, jax.process_count())
+        return cls(
+            slots=rollout.slots,
+            positions=rollout.context_tokens,
+            pool_rows=-(-math.ceil(rollout.slots / rollout.samples) // unit) * unit,
+            slots_per_call=devices * math.ceil(rollout.slots / devices / 8),
+            prompts=buckets(rollout.prompt_tokens, rollout.num_buckets),
+            observations=buckets(rollout.obs_tokens, rollout.num_buckets),
+            spans=buckets(rollout.context_tokens, 1 if by_length else rollout.num_buckets),
+        )
+
+
 class Sampler:
     """The device programs (rollout/sampler_programs.py), compiled once per shape.
 
@@ -72,7 +108,7 @@ class Sampler:
       n_ids: number of token ids of the tokenizer; columns from there on are never sampled.
       stop_ids: token ids that end a message.
       mesh: rows are split over (data, fsdp), heads over tensor.
-      draw: samples the next token of every row; traced into `generate`.
+      choose: samples the next token of every row; traced into `generate`.
 
     Attributes:
       by_length: decoding reads each row's cache only up to the row's length, so a smaller `span` saves nothing.
@@ -88,7 +124,7 @@ class Sampler:
         stop_ids: Sequence[int],
         mesh: Mesh,
         options: SamplerOptions = SamplerOptions(),  # noqa: B008 (frozen)
-        draw: Draw = random_draw,
+        choose: ChooseTokens = choose_at_random,
     ):
         self.config, self.mesh, self.options = config, mesh, options
         dtype = options.dtype
@@ -109,7 +145,7 @@ class Sampler:
             left_operands=left_operands,
             # XLA for CPUs cannot slice 16 bits: in every call it would convert the stacks of all layers to float32.
             chunks_unstacked=self._on_one_cpu and dtype != jnp.float32 and not options.int8_weights,
-            draw=draw,
+            choose=choose,
         )
         self.by_length = ragged.applies(implementation_for(mesh, dtype), programs.k_transposed, config, mesh)
         stop = np.zeros(columns, bool)
@@ -117,20 +153,20 @@ class Sampler:
         self._host_tables = StopTables(
             np.pad(tables.next, ((0, 1), (0, 0)), constant_values=states), np.pad(tables.hit, ((0, 1), (0, 0))), stop
         )
-        shardings = self._shardings()
-        self._new = jax.jit(programs.new_state, static_argnums=(0, 1), out_shardings=shardings)
-        self._prefill = jax.jit(programs.prefill, out_shardings=shardings)
-        self._admit = jax.jit(programs.admit, donate_argnames="state", out_shardings=shardings)
-        self._extend = jax.jit(programs.extend, donate_argnames="state", out_shardings=shardings)
-        self._place = jax.jit(programs.place, donate_argnames="state", out_shardings=shardings)
-        self._refresh = jax.jit(
-            programs.refresh, donate_argnames="state", static_argnames="width", out_shardings=shardings
-        )
-        self._generate = jax.jit(
-            programs.generate, donate_argnames="state", static_argnames="span", out_shardings=shardings
-        )
+        self._shardings = shardings = self._state_shardings()
+
+        def jit(function: Any, **options: Any) -> Any:
+            return jax.jit(function, out_shardings=shardings, **options)
+
+        self._new = jit(programs.new_state, static_argnums=(0, 1))
+        self._prefill = jit(programs.prefill)
+        self._admit = jit(programs.admit, donate_argnames="state")
+        self._extend = jit(programs.extend, donate_argnames="state")
+        self._read = jax.jit(programs.read, out_shardings=replicated(mesh))
+        self._restore = jit(programs.restore, donate_argnames="state")
+        self._refresh = jit(programs.refresh, donate_argnames="state", static_argnames="width")
+        self._generate = jit(programs.generate, donate_argnames="state", static_argnames="span")
         self._unstack = jax.jit(programs.unstack)
-        self._run = _call
 
     def weights(self, params: nnx.State) -> SamplingWeights:
         """The sampling copy of a policy in the form that every call takes.
@@ -142,12 +178,12 @@ class Sampler:
         with jax.set_mesh(self.mesh):
             return SamplingWeights(params, self._unstack(params))
 
-    # ---- the calls ----
+    # ---- the calls. Arguments are positional, as in `programs`: another way to pass them would compile again. ----
 
     def new_state(self, rows: int, positions: int) -> SamplerState:
         """B empty slots of S positions."""
         with jax.set_mesh(self.mesh):
-            return self._run(self._new, rows, positions)
+            return self._new(rows, positions)
 
     def prefill(self, weights: SamplingWeights, ids: np.ndarray, n: np.ndarray) -> SamplerState:
         """Computes a pool of P prompts and their caches.
@@ -157,7 +193,7 @@ class Sampler:
           n: [P] int32 (0: an unused row).
         """
         with jax.set_mesh(self.mesh):
-            return self._run(self._prefill, weights, ids, n)
+            return self._prefill(weights, ids, n)
 
     def admit(
         self,
@@ -167,20 +203,19 @@ class Sampler:
         keys: np.ndarray,
         turn_tokens: int | np.ndarray,
         budget_end: int,
-        rows: np.ndarray | None = None,
+        slots: np.ndarray | None = None,
     ) -> SamplerState:
-        """Copies prompt `source[r]` of the pool into slot `rows[r]`; -1 leaves the slot as it is, -2 empties it.
+        """Copies prompt `source[r]` of the pool into slot `slots[r]`; -1 leaves the slot as it is, -2 empties it.
 
         Args:
           source: [R] int32.
-          keys: [R, 2] uint32, used where a prompt is admitted.
+          keys: [R, 2] uint32 key data, used where a prompt is admitted.
           turn_tokens: maximum tokens of the first turn; one number, or [R].
-          rows: [R] int32, -1 for none; default: all slots in order.
+          slots: [R] int32, -1 for none; default: all in order.
         """
-        rows = np.arange(len(source), dtype=np.int32) if rows is None else rows
+        slots = np.arange(len(source), dtype=np.int32) if slots is None else slots
         with jax.set_mesh(self.mesh):
-            turns = _per_row(turn_tokens, source)
-            return self._run(self._admit, state, pool, rows, source, keys, turns, np.int32(budget_end))
+            return self._admit(state, pool, slots, source, keys, _per_row(turn_tokens, source), np.int32(budget_end))
 
     def extend(
         self,
@@ -189,9 +224,9 @@ class Sampler:
         ids: np.ndarray,
         n: np.ndarray,
         turn_tokens: int | np.ndarray,
-        rows: np.ndarray | None = None,
+        slots: np.ndarray | None = None,
     ) -> SamplerState:
-        """Appends `n[r]` forced tokens to row `rows[r]` (mask 0) and starts its next turn; n = 0 leaves it as it is.
+        """Appends `n[r]` forced tokens to the row in `slots[r]` (mask 0) and starts its next turn; n = 0: no change.
 
         Tokens that do not fit into S are dropped, and the row ends with CONTEXT_FULL.
 
@@ -199,30 +234,43 @@ class Sampler:
           ids: [R, C] int32.
           n: [R] int32.
           turn_tokens: maximum tokens of the next turn; one number, or [R].
-          rows: [R] int32, -1 for none; default: all slots in order.
+          slots: [R] int32, -1 for none; default: all in order.
         """
-        rows = np.arange(len(n), dtype=np.int32) if rows is None else rows
-        turns = _per_row(turn_tokens, n)
+        slots = np.arange(len(n), dtype=np.int32) if slots is None else slots
         with jax.set_mesh(self.mesh):
-            return self._run(self._extend, weights, state, rows, ids, n, turns)
+            return self._extend(weights, state, slots, ids, n, _per_row(turn_tokens, n))
 
-    def place(self, state: SamplerState, rows: Mapping[str, np.ndarray]) -> SamplerState:
-        """Replaces fields of the state, each for all slots. The cache of the rows is then wrong until `refresh`."""
+    def read(self, state: SamplerState, slots: np.ndarray) -> RowArrays:
+        """The rows in R slots, on every device; at -1 an arbitrary row.
+
+        Args:
+          slots: [R] int32.
+        """
         with jax.set_mesh(self.mesh):
-            return self._run(self._place, state, dict(rows))
+            return self._read(state, slots)
+
+    def restore(self, state: SamplerState, rows: RowArrays, length: np.ndarray) -> SamplerState:
+        """Puts a row into every slot. The caches are then wrong until `refresh`.
+
+        Args:
+          rows: NumPy arrays of B rows.
+          length: [B] int32; a slot with 0 is empty.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._restore(state, rows, length)
 
     def refresh(
-        self, weights: SamplingWeights, state: SamplerState, rows: np.ndarray, start: int, width: int
+        self, weights: SamplingWeights, state: SamplerState, slots: np.ndarray, start: int, width: int
     ) -> SamplerState:
         """Computes the cached keys and values of rows again, with other weights, at `width` positions from `start`.
 
         Call it from position 0 on, in steps of `width`: later positions attend to the cache of earlier ones.
 
         Args:
-          rows: [R] int32, -1 for none.
+          slots: [R] int32, -1 for none.
         """
         with jax.set_mesh(self.mesh):
-            return self._run(self._refresh, weights, state, rows, np.int32(start), width=width)
+            return self._refresh(weights, state, slots, np.int32(start), width)
 
     def generate(
         self,
@@ -246,32 +294,79 @@ class Sampler:
           max_steps: decode steps of this call, for streaming; each samples a token per row.
         """
         rows, positions = state.ids.shape
+        temperatures = np.full(rows, temperature, np.float32)
+        limits = YieldLimits(np.bool_(refill), np.int32(awaiting_search), np.int32(max_steps))
         with jax.set_mesh(self.mesh):
-            return self._run(
-                self._generate,
-                weights,
-                self._tables,
-                state,
-                np.full(rows, temperature, np.float32),
-                YieldLimits(np.bool_(refill), np.int32(awaiting_search), np.int32(max_steps)),
-                span=span or positions,
-            )
+            return self._generate(weights, self._tables, state, temperatures, limits, span or positions)
 
-    def compile_only(self) -> Sampler:
-        """A sampler whose calls compile this one's programs without running them, in any thread. They return None, so
-        states for their arguments come from this sampler's `new_state`."""
-        other = copy.copy(self)
-        other._run = _compile
-        return other
+    # ---- the same calls without arrays ----
 
-    @functools.cached_property
-    def _tables(self) -> StopTables:
-        return put(self._host_tables, replicated(self.mesh))
+    def programs(
+        self, shapes: SamplerShapes, weights: SamplingWeights | None = None, suspends: bool = False
+    ) -> list[Program]:
+        """Every program that rollouts of these shapes call.
+
+        Args:
+          weights: those of the calls; default: as `abstract_params` without unstacked layers, to compile for devices
+            that are not present.
+          suspends: adds those that only suspended rollouts need.
+        """
+        if weights is None:
+            weights = SamplingWeights(self.abstract_params(), None)
+        weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
+        state = self.abstract_state(shapes.slots, shapes.positions)
+        tables = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(self.mesh)), self._host_tables
+        )
+        B, S, P, R = shapes.slots, shapes.positions, shapes.pool_rows, shapes.slots_per_call
+        slots = number_per_slot = _numbers(R)
+        rows = RowArrays(
+            _numbers(B, S), _array(bool, B, S), _array(np.float32, B, S), _keys(B), _numbers(B), _numbers(B)
+        )
+        limits = YieldLimits(_array(bool), _numbers(), _numbers())
+
+        def program(name: str, function: Any, arguments: Any, widths: tuple[int, ...] = (0,)) -> Program:
+            return Program(name, function, arguments, self.mesh, widths)
+
+        def prefill(width: int) -> tuple[Any, ...]:
+            return weights, _numbers(P, width), _numbers(P)
+
+        def admit(width: int) -> tuple[Any, ...]:
+            return state, self.abstract_state(P, width), slots, number_per_slot, _keys(R), number_per_slot, _numbers()
+
+        def extend(width: int) -> tuple[Any, ...]:
+            return weights, state, slots, _numbers(R, width), number_per_slot, number_per_slot
+
+        def generate(span: int) -> tuple[Any, ...]:
+            return weights, tables, state, _array(np.float32, B), limits, span
+
+        def refresh(width: int) -> tuple[Any, ...]:
+            return weights, state, slots, _numbers(), width
+
+        programs = [
+            program("generate", self._generate, generate, shapes.spans),
+            program("prefill", self._prefill, prefill, shapes.prompts),
+            program("admit", self._admit, admit, shapes.prompts),
+            program("extend", self._extend, extend, shapes.observations),
+            program("read", self._read, lambda _: (state, slots)),
+            program("new_state", self._new, lambda _: (B, S)),
+            program("new_pool", self._new, lambda width: (P, width), shapes.prompts[:1]),
+        ]
+        if suspends:
+            programs += [
+                program("restore", self._restore, lambda _: (state, rows, _numbers(B))),
+                program("refresh", self._refresh, refresh, shapes.observations[-1:]),
+            ]
+        return programs
 
     def compilations(self) -> dict[str, int]:
-        """The number of shapes that each program was compiled for."""
+        """The number of shapes that each program was called with."""
         names = ("prefill", "admit", "extend", "refresh", "generate")
         return {name: getattr(self, f"_{name}")._cache_size() for name in names}
+
+    def abstract_state(self, rows: int, positions: int) -> SamplerState:
+        """`new_state` as ShapeDtypeStructs with shardings."""
+        return placed(jax.eval_shape(lambda: self._programs.new_state(rows, positions)), self._shardings)
 
     def abstract_params(self) -> nnx.State:
         """`params` as ShapeDtypeStructs with shardings: weights, and adapters if the graph has any."""
@@ -279,80 +374,38 @@ class Sampler:
         if self.options.lora:
             abstract = lora.join_adapters(abstract, lora.abstract_adapters(self.config, self.options.lora))
         rounding = int8.with_kernels if self.options.int8_weights else None
-        params = jax.eval_shape(sampling_cast(abstract, self.options.dtype, self.mesh, rounding), abstract)
+        params = jax.eval_shape(make_cast(abstract, self.options.dtype, self.mesh, rounding), abstract)
         return placed(params, param_shardings(params, SAMPLING, self.mesh))
 
-    def traced(
-        self, rows: int, positions: int, pool_rows: int, rows_per_call: int, widths: Widths, refreshes: bool = False
-    ) -> tuple[SamplerState, SamplerState, dict[str, dict[int, Callable[[], jax.stages.Traced]]]]:
-        """The state, the largest pool, and every program by its width, all without arrays: they compile on a machine
-        without the devices (planning/plan.py). `rows_per_call` is R of `admit` and `extend`; `refreshes` adds the
-        program `refresh`, which only continued rollouts need."""
-        mesh, shardings = self.mesh, self._shardings()
-        weights = SamplingWeights(self.abstract_params(), None)
-        state = placed(jax.eval_shape(lambda: self._programs.new_state(rows, positions)), shardings)
-        pools = {
-            width: placed(jax.eval_shape(functools.partial(self._programs.new_state, pool_rows, width)), shardings)
-            for width in widths.prompts
-        }
-        tables = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), self._host_tables
-        )
-        rows_2d, rows_1d, copied = rows_sharding(mesh, 2), rows_sharding(mesh, 1), replicated(mesh)
-        count, prompts = (jax.ShapeDtypeStruct((n,), jnp.int32, sharding=rows_1d) for n in (rows_per_call, pool_rows))
-        number, flag = (jax.ShapeDtypeStruct((), kind, sharding=copied) for kind in (jnp.int32, jnp.bool_))
-        limits = YieldLimits(flag, number, number)
-        temperature = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=rows_1d)
-        keys = jax.ShapeDtypeStruct((rows_per_call, 2), jnp.uint32, sharding=rows_2d)
+    @functools.cached_property
+    def _tables(self) -> StopTables:
+        return put(self._host_tables, replicated(self.mesh))
 
-        def ids(n: int, width: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((n, width), jnp.int32, sharding=rows_2d)
-
-        def prefill(width: int) -> jax.stages.Traced:
-            return self._prefill.trace(weights, ids(pool_rows, width), prompts)
-
-        def admit(width: int) -> jax.stages.Traced:
-            return self._admit.trace(state, pools[width], count, count, keys, count, number)
-
-        def extend(width: int) -> jax.stages.Traced:
-            return self._extend.trace(weights, state, count, ids(rows_per_call, width), count, count)
-
-        def generate(span: int) -> jax.stages.Traced:
-            return self._generate.trace(weights, tables, state, temperature, limits, span=span)
-
-        def refresh(width: int) -> jax.stages.Traced:
-            return self._refresh.trace(weights, state, count, number, width=width)
-
-        def by_width(program: Callable[[int], jax.stages.Traced], widths: Sequence[int]):
-            return {width: functools.partial(program, width) for width in widths}
-
-        programs = {
-            "prefill": by_width(prefill, widths.prompts),
-            "admit": by_width(admit, widths.prompts),
-            "extend": by_width(extend, widths.observations),
-            "generate": by_width(generate, widths.spans),
-            **({"refresh": by_width(refresh, widths.observations[-1:])} if refreshes else {}),
-        }
-        return state, pools[widths.prompts[-1]], programs
-
-    def _shardings(self) -> SamplerState:
-        mesh = self.mesh
-        row1, row2 = rows_sharding(mesh, 1), rows_sharding(mesh, 2)
+    def _state_shardings(self) -> SamplerState:
+        """Rows are split over (data, fsdp), kv heads over tensor; only the count of steps is replicated."""
+        state = jax.eval_shape(lambda: self._programs.new_state(1, 1))
         # `spec` checks whether the mesh divides the heads; the caller ensures that it divides the rows.
-        heads = spec(("kv_heads",), SAMPLING, mesh, (self.config.kv_heads,))[0]
-        place = NamedSharding(mesh, jax.sharding.PartitionSpec(None, ROWS, heads))
-        scales = (place, place) if self.options.int8_cache else ()
-        cache = KVCache(place, place, self._programs.k_transposed, *scales)
-        return SamplerState(row2, row2, row2, cache, row1, row1, row1, row1, row1, row2, replicated(mesh), row1)
+        heads = spec(("kv_heads",), SAMPLING, self.mesh, (self.config.kv_heads,))[0]
+        in_cache = NamedSharding(self.mesh, PartitionSpec(None, ROWS, heads))
+
+        def of(path: Any, x: jax.ShapeDtypeStruct) -> NamedSharding:
+            if path[0].name == "cache":
+                return in_cache
+            return rows_sharding(self.mesh, x.ndim) if x.ndim else replicated(self.mesh)
+
+        return jax.tree_util.tree_map_with_path(of, state)
 
 
-def _call(program: Callable, *args: Any, **kwargs: Any) -> Any:
-    return program(*args, **kwargs)
+def _array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _compile(program: Callable, *args: Any, **kwargs: Any) -> None:
-    """Compiles a program for these arguments; a later call with them reuses it."""
-    program.lower(*args, **kwargs).compile()
+def _numbers(*shape: int) -> jax.ShapeDtypeStruct:
+    return _array(np.int32, *shape)
+
+
+def _keys(rows: int) -> jax.ShapeDtypeStruct:
+    return _array(np.uint32, rows, 2)
 
 
 def _per_row(number: int | np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ These are pure functions of arrays; `Sampler` compiles and calls them. Letters a
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,15 +21,47 @@ from psearch_jax.models.attention.scores import NEG_INF
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.unstacked import Unstacked
 from psearch_jax.rollout import boundary, sampling
-from psearch_jax.rollout.sampler_state import SamplerState, Status
 from psearch_jax.sharding import put_rows, take_rows
 
 GREEDY_BELOW = 1e-6  # below this temperature decoding is greedy: the division of logits would overflow float32
 
-Draw = Callable[[jax.Array, SamplerState], jax.Array]  # from logits [B, V] and the state to tokens [B] int32
+
+class Status(enum.IntEnum):
+    """What a row is doing, or why it stopped."""
+
+    EMPTY = 0  # the slot holds no rollout
+    RUNNING = 1  # being sampled
+    SEARCH = 2  # a search tag is complete: waits for its passages
+    ANSWER = 3  # a closing answer tag is complete, opened or not, and so are the tokens sampled after it
+    EOS = 4  # a stop token without an answer
+    TURN_FULL = 5  # the turn's token budget is spent
+    CONTEXT_FULL = 6  # no room for another token
+    NOT_FINITE = 7  # a logit of the next token was NaN or infinite: nothing was sampled from it
 
 
-def random_draw(logits: jax.Array, state: SamplerState) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplerState:
+    """The state of all slots between two calls. B slots of S positions."""
+
+    ids: jax.Array  # [B, S] int32 token ids; 0 past `length`
+    mask: jax.Array  # [B, S] bool, True where the token was sampled (the loss mask)
+    logprobs: jax.Array  # [B, S] float32, of the sampled tokens; 0 elsewhere
+    cache: KVCache  # its layout depends on the device
+    length: jax.Array  # [B] int32, number of known tokens
+    turn_left: jax.Array  # [B] int32, tokens that may still be sampled in this turn
+    budget_end: jax.Array  # [B] int32, the row stops when `length` reaches it; at most S
+    automaton: jax.Array  # [B] int32, state of the tag automaton; its last state means that an answer is complete
+    status: jax.Array  # [B] int32, a `Status`
+    key: jax.Array  # [B], the rollout's own random key
+    steps: jax.Array  # [] int32, decode steps so far, each of which samples a token for every running row
+    row_steps: jax.Array  # [B] int32, of these, the steps in which the slot's row was running
+
+
+ChooseTokens = Callable[[jax.Array, SamplerState], jax.Array]  # from logits [B, V] and the state to tokens [B] int32
+
+
+def choose_at_random(logits: jax.Array, state: SamplerState) -> jax.Array:
     """Samples a token per row from the softmax of `logits` [B, V], by the row's own random key."""
     return sampling.choose(logits, sampling.uniforms(state.key, state.length))
 
@@ -59,6 +92,23 @@ class SamplerOptions:
     int8_cache: bool = False
     unstacked_decoding: bool = False
     eos_continues: bool = False
+
+
+class RowArrays(NamedTuple):
+    """What continues R rollouts in other slots, apart from their caches.
+
+    Attributes:
+      ids, mask, logprobs: [R, S], as in `SamplerState`.
+      key: [R, 2] uint32, the data of the keys.
+      turn_left, automaton: [R] int32.
+    """
+
+    ids: Any
+    mask: Any
+    logprobs: Any
+    key: Any
+    turn_left: Any
+    automaton: Any
 
 
 class SamplingWeights(NamedTuple):
@@ -104,7 +154,7 @@ class SamplerPrograms:
       cache_dtype, k_transposed: how keys and values are stored.
       left_operands: as for `Decoder.unstack`.
       chunks_unstacked: prompts and passages read `SamplingWeights.unstacked`, not the stacks.
-      draw: samples the next tokens.
+      choose: samples the next tokens.
     """
 
     graph: nnx.GraphDef
@@ -116,7 +166,7 @@ class SamplerPrograms:
     k_transposed: bool
     left_operands: bool
     chunks_unstacked: bool
-    draw: Draw
+    choose: ChooseTokens
 
     def new_state(self, rows: int, positions: int) -> SamplerState:
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
@@ -130,7 +180,7 @@ class SamplerPrograms:
             budget_end=jnp.full(rows, positions, jnp.int32),
             automaton=zeros(rows),
             status=zeros(rows),
-            key=jnp.zeros((rows, 2), jnp.uint32),
+            key=jax.random.wrap_key_data(jnp.zeros((rows, 2), jnp.uint32)),
             steps=jnp.int32(0),
             row_steps=zeros(rows),
         )
@@ -147,40 +197,39 @@ class SamplerPrograms:
         return replace(pool, ids=ids, length=n, cache=cache)
 
     def admit(
-        self, state: SamplerState, pool: SamplerState, rows, source, keys, turn_tokens, budget_end
+        self, state: SamplerState, pool: SamplerState, slots, source, keys, turn_tokens, budget_end
     ) -> SamplerState:
         S, width = state.ids.shape[1], pool.ids.shape[1]
         index = jnp.maximum(source, 0)
-        taken = jnp.where(source >= 0, rows, -1)
+        filled = jnp.where(source >= 0, slots, -1)
         prompt = jnp.pad(jnp.take(pool.ids, index, axis=0), ((0, 0), (0, S - width)))
         length = jnp.take(pool.length, index)
         status = jnp.where(length < budget_end, Status.RUNNING, Status.CONTEXT_FULL)
         status = jnp.where(source == -2, Status.EMPTY, status)
 
-        def put(name: str, values: Any) -> jax.Array:
+        def fill(name: str, values: Any) -> jax.Array:
             old = getattr(state, name)
-            return put_rows(old, taken, jnp.broadcast_to(values, (rows.shape[0], *old.shape[1:])))
+            return put_rows(old, filled, jnp.broadcast_to(values, (slots.shape[0], *old.shape[1:])))
 
-        return SamplerState(
-            ids=put("ids", prompt),
-            mask=put("mask", False),
-            logprobs=put("logprobs", 0.0),
-            cache=kv_cache.copy_rows(state.cache, pool.cache, index, taken),
-            length=put("length", length),
-            turn_left=put("turn_left", turn_tokens),
-            budget_end=put("budget_end", budget_end),
-            automaton=put("automaton", boundary.ROOT),
-            status=put_rows(state.status, jnp.where(source == -1, -1, rows), status),
-            key=put("key", keys),
-            steps=state.steps,
-            row_steps=state.row_steps,
+        return replace(
+            state,
+            ids=fill("ids", prompt),
+            mask=fill("mask", False),
+            logprobs=fill("logprobs", 0.0),
+            cache=kv_cache.copy_rows(state.cache, pool.cache, index, filled),
+            length=fill("length", length),
+            turn_left=fill("turn_left", turn_tokens),
+            budget_end=fill("budget_end", budget_end),
+            automaton=fill("automaton", boundary.ROOT),
+            status=put_rows(state.status, jnp.where(source == -1, -1, slots), status),
+            key=fill("key", jax.random.wrap_key_data(keys)),
         )
 
     def extend(
         self,
         weights: SamplingWeights,
         state: SamplerState,
-        rows: jax.Array,
+        slots: jax.Array,
         ids: jax.Array,
         n: jax.Array,
         turn_tokens: jax.Array,
@@ -188,8 +237,8 @@ class SamplerPrograms:
         S = state.ids.shape[1]
         R, C = ids.shape
         offset = jnp.arange(C)
-        n = jnp.where(rows < 0, 0, n)
-        known, length, end = (take_rows(x, rows) for x in (state.ids, state.length, state.budget_end))
+        n = jnp.where(slots < 0, 0, n)
+        known, length, end = (take_rows(x, slots) for x in (state.ids, state.length, state.budget_end))
         room = jnp.clip(n, 0, S - length)
         target = jnp.where(offset < room[:, None], length[:, None] + offset, S)
         known = known.at[jnp.arange(R)[:, None], target].set(ids, mode="drop")
@@ -197,9 +246,9 @@ class SamplerPrograms:
         start = jnp.where(room > 0, jnp.maximum(length - 1, 0), 0)
         count = jnp.where(room > 0, length + room - 1 - start, 0)
         inputs = jnp.take_along_axis(known, jnp.minimum(start[:, None] + offset, S - 1), axis=1)
-        k, v = self._keys_and_values(weights, inputs, state.cache, start, rows=rows)
+        k, v = self._keys_and_values(weights, inputs, state.cache, start, rows=slots)
         length = length + room
-        touched = jnp.where(n > 0, rows, -1)
+        touched = jnp.where(n > 0, slots, -1)
         status = jnp.where(length >= end, Status.CONTEXT_FULL, Status.RUNNING)
         return replace(
             state,
@@ -211,26 +260,44 @@ class SamplerPrograms:
             status=put_rows(state.status, touched, status),
         )
 
-    def place(self, state: SamplerState, rows: dict[str, jax.Array]) -> SamplerState:
-        return replace(state, **rows)
+    def read(self, state: SamplerState, slots: jax.Array) -> RowArrays:
+        ids, mask, logprobs, key, turn_left, automaton = (
+            take_rows(x, slots)
+            for x in (
+                state.ids,
+                state.mask,
+                state.logprobs,
+                jax.random.key_data(state.key),
+                state.turn_left,
+                state.automaton,
+            )
+        )
+        return RowArrays(ids, mask, logprobs, key, turn_left, automaton)
+
+    def restore(self, state: SamplerState, rows: RowArrays, length: jax.Array) -> SamplerState:
+        return replace(
+            state,
+            ids=rows.ids,
+            mask=rows.mask,
+            logprobs=rows.logprobs,
+            key=jax.random.wrap_key_data(rows.key),
+            turn_left=rows.turn_left,
+            automaton=rows.automaton,
+            length=length,
+            status=jnp.where(length > 0, Status.RUNNING, Status.EMPTY),
+        )
 
     def refresh(
-        self,
-        weights: SamplingWeights,
-        state: SamplerState,
-        rows: jax.Array,
-        start: jax.Array,
-        *,
-        width: int,
+        self, weights: SamplingWeights, state: SamplerState, slots: jax.Array, start: jax.Array, width: int
     ) -> SamplerState:
         S = state.ids.shape[1]
-        known, length = (take_rows(x, rows) for x in (state.ids, state.length))
+        known, length = (take_rows(x, slots) for x in (state.ids, state.length))
         # The last known token is the next decode step's input.
-        count = jnp.where(rows < 0, 0, jnp.clip(length - 1 - start, 0, width))
+        count = jnp.where(slots < 0, 0, jnp.clip(length - 1 - start, 0, width))
         begin = jnp.where(count > 0, start, 0)
         inputs = jnp.take_along_axis(known, jnp.minimum(begin[:, None] + jnp.arange(width), S - 1), axis=1)
-        k, v = self._keys_and_values(weights, inputs, state.cache, begin, rows=rows)
-        touched = jnp.where(count > 0, rows, -1)
+        k, v = self._keys_and_values(weights, inputs, state.cache, begin, rows=slots)
+        touched = jnp.where(count > 0, slots, -1)
         return replace(state, cache=kv_cache.write(state.cache, k, v, begin, count, touched))
 
     def _keys_and_values(self, weights: SamplingWeights, *inputs: Any, **rows: Any) -> tuple[jax.Array, jax.Array]:
@@ -245,7 +312,6 @@ class SamplerPrograms:
         state: SamplerState,
         temperature: jax.Array,  # [B]
         limits: YieldLimits,
-        *,
         span: int,
     ) -> SamplerState:
         model, unstacked = nnx.merge(self.graph, weights.params), weights.unstacked
@@ -304,7 +370,7 @@ class SamplerPrograms:
         sampled = running & finite
         logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]
         logits = jnp.maximum(logits, NEG_INF)  # the division may have turned the mask into -inf
-        choice = self.draw(sampling.filter_logits(logits, self.options.top_k, self.options.top_p), state)
+        choice = self.choose(sampling.filter_logits(logits, self.options.top_k, self.options.top_p), state)
         token = jnp.where(greedy, sampling.likeliest(logits), choice)
         logprob = sampling.log_probability(logits, token)
 

@@ -172,9 +172,5 @@ def _fold(seed: jax.Array, step: jax.Array, words: jax.Array, samples: jax.Array
 
 
 def uniforms(keys: jax.Array, position: jax.Array) -> jax.Array:
-    """One uniform per row from its key data [B, 2] and the absolute position [B] of the token to draw. [B] float32."""
-
-    def one(key: jax.Array, at: jax.Array) -> jax.Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), at))
-
-    return jax.vmap(one)(keys, position)
+    """One uniform per row from its key [B] and the absolute position [B] of the token to draw. [B] float32."""
+    return jax.vmap(lambda key, at: jax.random.uniform(jax.random.fold_in(key, at)))(keys, position)

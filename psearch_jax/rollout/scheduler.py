@@ -24,38 +24,17 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.models.buckets import pick
 from psearch_jax.rollout import sampling
-from psearch_jax.rollout.queued import Suspended, Waiting, sampler_rows
-from psearch_jax.rollout.sampler import NO_STEP_LIMIT, Sampler
-from psearch_jax.rollout.sampler_programs import SamplingWeights
-from psearch_jax.rollout.sampler_state import SamplerState, Status, Widths
+from psearch_jax.rollout.rollouts import Parts, Rollout, Suspended, Usage, Waiting, stack_rows
+from psearch_jax.rollout.sampler import NO_STEP_LIMIT
+from psearch_jax.rollout.sampler_programs import RowArrays, SamplerState, SamplingWeights, Status
 from psearch_jax.rollout.search import Passages, Queries, SearchPolicy
-from psearch_jax.rollout.turns import ParseTurn, Rollout
-from psearch_jax.rollout.usage import Usage
+from psearch_jax.rollout.turns import End, Search, decide
 from psearch_jax.runtime import processes
 from psearch_jax.text import tags
-from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import EndStatus, Question, Trajectory, Turn
-from retrieval.protocol import Passage, Retriever
-
-Progress = Callable[[int, int], None]  # (trajectories done, trajectories in total), of this process
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The components, settings and sizes that rollouts use."""
-
-    sampler: Sampler
-    tokenizer: Tokenizer
-    retriever: Retriever | None
-    rollout: RolloutSection
-    retrieval: RetrievalSection
-    parse_turn: ParseTurn
-    widths: Widths
-    pool_rows: int  # prompts prefilled at once
-    rows_per_call: int  # R, slots per call of `admit` or `extend`
+from retrieval.protocol import Passage
 
 
 @dataclass(frozen=True)
@@ -75,7 +54,7 @@ class _Continuations:
 
     chunks: dict[int, list[int]]  # slot -> the tokens to append
     ended: set[int]  # slots whose rollout has ended
-    awaiting_search: int = 0  # slots that wait for a search while others decode
+    awaiting_search: set[int]  # slots that wait for a search while others decode
 
 
 class RolloutScheduler:
@@ -85,11 +64,12 @@ class RolloutScheduler:
       search: a new policy, for this scheduler only.
       samples: R, rollouts per question.
       seed: part of every rollout's random key.
+      added, waiting, results: of a scheduler whose rollouts this one continues.
 
     Attributes:
       live: slot -> rollout, for this process's slots that are decoding, parked or waiting for a search.
       results: order -> trajectory; the caller may remove what it takes.
-      usage: the cost so far, except what `state` counts: `decode_steps` and `row_steps`.
+      usage: the cost since `resume`; `suspend` adds the decode steps to it.
     """
 
     def __init__(
@@ -99,29 +79,33 @@ class RolloutScheduler:
         *,
         samples: int,
         seed: int,
+        added: int = 0,
+        waiting: Iterable[Waiting] = (),
+        results: Mapping[int, Trajectory] | None = None,
     ):
         self.parts, self.search, self.samples = parts, search, samples
         self.settings, self.sampler = parts.rollout, parts.sampler
         self.rows = self.settings.slots
         share, me = self.rows // jax.process_count(), jax.process_index()
-        self.own = range(me * share, (me + 1) * share)
+        self.own_slots = range(me * share, (me + 1) * share)
         self.usage = Usage(share)
         self.live: dict[int, Rollout] = {}
-        self.results: dict[int, Trajectory] = {}
-        self.added = 0
+        self.results: dict[int, Trajectory] = dict(results or {})
+        self.added = added
         self.seed = seed
         # If the model ended its reply, the correction is the next user message; otherwise it continues the reply.
         obs_tokens, tokenizer, message = self.settings.obs_tokens, parts.tokenizer, tags.CORRECTIVE_MESSAGE
         self._corrective = tokenizer.encode_foreign(message)[:obs_tokens]
         self._corrective_after_eos = tokenizer.next_user_message(message.strip(), obs_tokens)
-        self.waiting: deque[Waiting] = deque()
+        self.waiting: deque[Waiting] = deque(waiting)
         self._dropped: set[int] = set()  # orders of rollouts that still have to be ended
         self.starts: dict[int, int] = {}  # slot -> start of its turn, for live slots of all processes
         self._pool: SamplerState | None = None
         self._pool_rows: dict[int, int] = {}  # index of a question -> row of the pool
         self._ended: set[int] = set()  # own slots whose rollout has ended but whose row is not emptied yet
         self._refill = False  # some process has rollouts that wait for a slot
-        self._awaiting_search = 0  # rows of all processes that wait for a search while others decode
+        self._awaiting_search: set[int] = set()  # slots of all processes that wait for a search while others decode
+        self._stopped: dict[int, RowArrays] = {}  # own slot -> its row, from a stop until its next turn begins
 
     def resume(
         self,
@@ -131,39 +115,34 @@ class RolloutScheduler:
     ) -> None:
         """Opens the slots with a policy, and continues suspended rollouts in them.
 
-        Their keys and values are computed again: from here on the policy conditions on its own.
+        Their keys and values are computed again: from here on the policy conditions on its own. Rollouts for which
+        there is no slot start again from their prompts.
 
         Args:
           weights: of the policy.
           version: recorded with every token that this policy samples.
-          suspended: of this process, no more than it has slots.
+          suspended: of this process.
         """
         self.weights, self.version = weights, version
-        self.usage = Usage(len(self.own))
+        self.usage = Usage(len(self.own_slots))
         self.state = self.sampler.new_state(self.rows, self.settings.context_tokens)
-        own = dict(zip(self.own, suspended, strict=False))
-        placed = {slot: one for part in processes.allgather(lambda: own) for slot, one in part.items()}
-        if not placed:
+        own = dict(zip(self.own_slots, suspended, strict=False))
+        self.waiting.extendleft(one.from_prompt() for one in reversed(suspended[len(own) :]))
+        restored = {slot: one for part in processes.allgather(lambda: own) for slot, one in part.items()}
+        if not restored:
             return
-        self.starts = {slot: one.rollout.turn_start for slot, one in placed.items()}
+        self.starts = {slot: one.rollout.turn_start for slot, one in restored.items()}
         for slot, one in own.items():
             rollout = replace(one.rollout, turns=list(one.rollout.turns), versions=list(one.rollout.versions))
-            rollout.sampled_from(len(one.ids), version)
+            rollout.sample_from(len(one.ids), version)
             self.live[slot] = rollout
-        self.place(placed)
-        for rows in self._row_batches(sorted(placed, key=lambda b: len(placed[b].ids))):
-            self.refresh(rows, max(len(placed[b].ids) for b in rows.tolist() if b >= 0) - 1)
-
-    def place(self, placed: Mapping[int, Suspended]) -> None:
-        """Puts suspended rollouts into slots, without their keys and values; the other slots are empty."""
-        self.state = self.sampler.place(self.state, sampler_rows(placed, self.rows, self.settings.context_tokens))
-
-    def refresh(self, rows: np.ndarray, positions: int) -> None:
-        """Computes the first `positions` keys and values of rows [R] (-1: none) with the current weights."""
-        width = self.parts.widths.observations[-1]
-        for start in range(0, positions, width):
-            self.state = self.sampler.refresh(self.weights, self.state, rows, start, width)
-            self._count(refreshed=rows.size * width)
+        rows, length = stack_rows(restored, self.rows, self.settings.context_tokens)
+        self.state = self.sampler.restore(self.state, rows, length)
+        width = self.parts.shapes.observations[-1]
+        for slots in self._slot_batches(sorted(restored, key=lambda b: length[b])):
+            for start in range(0, max(length[b] for b in slots if b >= 0) - 1, width):
+                self.state = self.sampler.refresh(self.weights, self.state, slots, start, width)
+                self._count(refreshed=slots.size * width)
 
     def suspend(self) -> list[Suspended]:
         """Takes all rollouts out of their slots, in the middle of a turn, and frees the slots' memory.
@@ -172,16 +151,16 @@ class RolloutScheduler:
         """
         while self._awaiting_search:
             self.advance_stopped_rows()
-        suspended = []
-        if self.starts:
-            names = ("ids", "mask", "logprobs", "length", "key", "turn_left", "automaton")
-            of = processes.fetch({name: getattr(self.state, name) for name in names})
-            for b, rollout in self.live.items():
-                known = [of[name][b, : of["length"][b]].copy() for name in ("ids", "mask", "logprobs")]
-                left = of["key"][b].copy(), int(of["turn_left"][b]), int(of["automaton"][b])
-                suspended.append(Suspended(rollout, *known, *left))
+        steps, row_steps, length = processes.fetch((self.state.steps, self.state.row_steps, self.state.length))
+        self._count(decode_steps=int(steps), row_steps=int(row_steps[list(self.own_slots)].sum()))
+        rows = self._read(sorted(self.starts), length)
+        suspended = [
+            Suspended(rollout, row.ids, row.mask, row.logprobs, row.key, int(row.turn_left), int(row.automaton))
+            for rollout, row in ((rollout, rows[b]) for b, rollout in self.live.items())
+        ]
         self.live, self.starts, self._pool_rows = {}, {}, {}
         self._ended.clear()
+        self._stopped.clear()
         del self.state, self.weights
         self._pool = None
         return suspended
@@ -252,14 +231,14 @@ class RolloutScheduler:
         self._end_dropped()
         admissions = _Admissions(dict.fromkeys(self._ended, -2), {}, {}, False, False)
         self._ended.clear()
-        free = [b for b in self.own if b not in self.live]
+        free = [b for b in self.own_slots if b not in self.live]
         while free and self.waiting and self.waiting[0].order // self.samples in self._pool_rows:
             one, slot = self.waiting.popleft(), free.pop(0)
             length = len(one.prompt)
             admissions.source[slot] = self._pool_rows[one.order // self.samples]
             admissions.keys[slot], admissions.starts[slot] = one.key, length
             rollout = self.live[slot] = Rollout(one.order, one.question, one.sample, length, length)
-            rollout.sampled_from(length, self.version)
+            rollout.sample_from(length, self.version)
         return replace(admissions, lacking=bool(free and self.waiting), more=bool(self.waiting))
 
     def _end_dropped(self) -> None:
@@ -270,16 +249,17 @@ class RolloutScheduler:
         pending = self._dropped & set(self.search.pending)
         for b in [b for b, rollout in self.live.items() if rollout.order in self._dropped - pending]:
             del self.live[b], self.starts[b]
+            self._stopped.pop(b, None)
             self._ended.add(b)
         self._dropped = pending
 
     def _prefill(self) -> None:
         """Fills every process's share of the pool with its next prompts."""
-        rows = self.parts.pool_rows
+        rows = self.parts.shapes.pool_rows
         share = rows // jax.process_count()
         own = dict(list({one.order // self.samples: one.prompt for one in self.waiting}.items())[:share])
         prompts = processes.allgather(lambda: list(own.values()))
-        width = pick(self.parts.widths.prompts, max(len(prompt) for part in prompts for prompt in part))
+        width = pick(self.parts.shapes.prompts, max(len(prompt) for part in prompts for prompt in part))
         ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
         for process, part in enumerate(prompts):
             for row, prompt in enumerate(part, process * share):
@@ -292,17 +272,17 @@ class RolloutScheduler:
 
     def _admit(self, source: dict[int, int], keys: dict[int, np.ndarray]) -> None:
         if self._pool is None:  # slots are emptied before the first prompt is prefilled
-            self._pool = self.sampler.new_state(self.parts.pool_rows, self.parts.widths.prompts[0])
-        for rows in self._row_batches(source):
-            picked = np.array([source.get(b, -1) for b in rows], np.int32)
-            row_keys = np.stack([keys.get(b, np.zeros(2, np.uint32)) for b in rows])
+            self._pool = self.sampler.new_state(self.parts.shapes.pool_rows, self.parts.shapes.prompts[0])
+        for slots in self._slot_batches(source):
+            picked = np.array([source.get(b, -1) for b in slots], np.int32)
+            row_keys = np.stack([keys.get(b, np.zeros(2, np.uint32)) for b in slots])
             turn, end = self.settings.turn_tokens, self.settings.context_tokens
-            self.state = self.sampler.admit(self.state, self._pool, picked, row_keys, turn, end, rows)
+            self.state = self.sampler.admit(self.state, self._pool, picked, row_keys, turn, end, slots)
 
-    def _row_batches(self, slots: Iterable[int]) -> list[np.ndarray]:
+    def _slot_batches(self, slots: Iterable[int]) -> list[np.ndarray]:
         """Batches of R slots (of all processes) in the given order, each slot in its device's part, padded with -1."""
         devices = self.sampler.mesh.shape["data"] * self.sampler.mesh.shape["fsdp"]
-        share, part = self.rows // devices, self.parts.rows_per_call // devices
+        share, part = self.rows // devices, self.parts.shapes.slots_per_call // devices
         queues: list[list[int]] = [[] for _ in range(devices)]
         for slot in slots:
             queues[slot // share].append(slot)
@@ -310,7 +290,7 @@ class RolloutScheduler:
         for device, queue in enumerate(queues):
             for i, slot in enumerate(queue):
                 batches[i // part, device, i % part] = slot
-        return list(batches.reshape(len(batches), -1))
+        return list(batches.reshape(len(batches), devices * part))
 
     def _initial_search(self, slots: list[int]) -> None:
         """The classic baseline: searches the question itself before the first sampled token."""
@@ -327,7 +307,7 @@ class RolloutScheduler:
                     asked, retrieved = queries[rollout.order], passages[rollout.order]
                     rollout.turns.append(Turn("", "search", True, asked, retrieved))
                     chunks[b] = self._observation(asked, retrieved, rollout.prompt_length)
-            return _Continuations(chunks, set())
+            return _Continuations(chunks, set(), set())
 
         self._append(processes.allgather(search_questions), self.starts)
 
@@ -341,16 +321,16 @@ class RolloutScheduler:
             temperature,
             self._span(),
             refill=self._refill,
-            awaiting_search=self._awaiting_search,
+            awaiting_search=len(self._awaiting_search),
             max_steps=max_steps,
         )
 
     def _span(self) -> int:
         """An upper bound on every live row's length at the end of its current turn, rounded up to a bucket."""
         turn = self.settings.turn_tokens + self.settings.max_tokens_after_answer
-        return pick(self.parts.widths.spans, min(max(self.starts.values()) + turn, self.settings.context_tokens))
+        return pick(self.parts.shapes.spans, min(max(self.starts.values()) + turn, self.settings.context_tokens))
 
-    # ---- read ----
+    # ---- read, parse, search ----
 
     def advance_stopped_rows(self) -> None:
         """Parses what each stopped row sampled; then ends its rollout, or searches and extends the row."""
@@ -359,49 +339,65 @@ class RolloutScheduler:
         self._count(yields=1)
         if all(status[b] == Status.RUNNING for b in self.starts):
             return
-        ids, mask, logprobs = processes.fetch((self.state.ids, self.state.mask, self.state.logprobs))
-
-        def end(b: int, how: EndStatus) -> None:
-            n, rollout = length[b], self.live.pop(b)
-            self._ended.add(b)
-            self._finish(rollout, how, ids[b, :n].copy(), mask[b, :n].copy(), logprobs[b, :n].copy())
-
-        def parse_and_search() -> _Continuations:
-            before = set(self.live)
-            queries: dict[int, tuple[str, ...]] = {}  # by rollout
-            chunks: dict[int, list[int]] = {}
-            pending = self.search.pending
-            stopped = [b for b in self.live if status[b] != Status.RUNNING and self.live[b].order not in pending]
-            for b in stopped:
-                rollout = self.live[b]
-                turn = self.parts.parse_turn(rollout, ids[b, rollout.turn_start : length[b]], Status(status[b]))
-                how = self._end_status(rollout, turn, Status(status[b]))
-                if how is not None:  # a search of this turn is not run: record no queries
-                    rollout.turns.append(replace(turn, queries=(), passages=()))
-                    end(b, how)
-                    continue
-                rollout.turns.append(turn)
-                if turn.action == "search":
-                    queries[rollout.order] = turn.queries
-                else:
-                    ended_reply = int(ids[b, length[b] - 1]) in self.parts.tokenizer.stop_ids
-                    chunks[b] = list(self._corrective_after_eos if ended_reply else self._corrective)
-            slots = {rollout.order: b for b, rollout in self.live.items()}
-            for order, passages in self._exchange(queries).items():
-                b, rollout = slots[order], self.live[slots[order]]
-                rollout.turns[-1] = replace(rollout.turns[-1], passages=passages)
-                chunks[b] = self._observation(rollout.turns[-1].queries, passages, int(length[b]))
-            for b in [b for b, chunk in chunks.items() if length[b] + len(chunk) >= self.settings.context_tokens]:
-                del chunks[b]
-                end(b, "truncated")
-            return _Continuations(chunks, before - set(self.live), len(self.search.pending))
-
-        continuations = processes.allgather(parse_and_search)
-        self._awaiting_search = sum(c.awaiting_search for c in continuations)
+        stopped = [b for b in self.starts if status[b] != Status.RUNNING and b not in self._awaiting_search]
+        rows = self._read(sorted(stopped), length)
+        continuations = processes.allgather(lambda: self._advance(rows, status))
+        self._awaiting_search = {b for c in continuations for b in c.awaiting_search}
         for b in [b for c in continuations for b in c.ended]:
             del self.starts[b]
         self._append(continuations, length)
         self._count(host_s=time.monotonic() - began - (self.usage.search_s - searched))
+
+    def _read(self, slots: Sequence[int], length: np.ndarray) -> dict[int, RowArrays]:
+        """The rows in slots of all processes, cut to their lengths."""
+        rows: dict[int, RowArrays] = {}
+        for batch in self._slot_batches(slots):
+            arrays = jax.device_get(self.sampler.read(self.state, batch))
+            for r, b in enumerate(batch.tolist()):
+                if b >= 0:
+                    row = RowArrays(*(x[r] for x in arrays))
+                    known = (x[: length[b]].copy() for x in row[:3])
+                    rows[b] = RowArrays(*known, row.key.copy(), row.turn_left, row.automaton)
+        return rows
+
+    def _advance(self, rows: Mapping[int, RowArrays], status: np.ndarray) -> _Continuations:
+        """Decides how this process's stopped rows continue, and searches for those that asked to."""
+        before = set(self.live)
+        queries: dict[int, tuple[str, ...]] = {}  # by rollout
+        chunks: dict[int, list[int]] = {}
+        for b in [b for b in self.live if b in rows]:
+            rollout, row, how = self.live[b], rows[b], Status(status[b])
+            self._stopped[b] = row
+            turn = self.parts.parse_turn(rollout, row.ids[rollout.turn_start :], how)
+            decision = decide(turn, how, rollout.model_calls, self.settings.search_turns, self.settings.after_eos)
+            rollout.turns.append(replace(turn, queries=(), passages=()) if isinstance(decision, End) else turn)
+            if isinstance(decision, End):
+                self._end(b, decision.status)
+            elif isinstance(decision, Search):
+                queries[rollout.order] = decision.queries
+            else:
+                ended_reply = int(row.ids[-1]) in self.parts.tokenizer.stop_ids
+                chunks[b] = list(self._corrective_after_eos if ended_reply else self._corrective)
+        slots = {rollout.order: b for b, rollout in self.live.items()}
+        for order, passages in self._exchange(queries).items():
+            b = slots[order]
+            turn = self.live[b].turns[-1] = replace(self.live[b].turns[-1], passages=passages)
+            chunks[b] = self._observation(turn.queries, passages, len(self._stopped[b].ids))
+        for b in [b for b, chunk in chunks.items() if self._is_full(b, chunk)]:
+            del chunks[b]
+            self._end(b, "truncated")
+        for b in chunks:
+            del self._stopped[b]
+        pending = {slots[order] for order in self.search.pending}
+        return _Continuations(chunks, before - set(self.live), pending)
+
+    def _is_full(self, b: int, chunk: Sequence[int]) -> bool:
+        return len(self._stopped[b].ids) + len(chunk) >= self.settings.context_tokens
+
+    def _end(self, b: int, status: EndStatus) -> None:
+        row = self._stopped.pop(b)
+        self._ended.add(b)
+        self._finish(self.live.pop(b), status, row.ids, row.mask, row.logprobs)
 
     def _exchange(self, queries: Queries) -> Passages:
         began, searching = time.monotonic(), {*queries, *self.search.pending}
@@ -409,18 +405,6 @@ class RolloutScheduler:
         passages = self.search.exchange(queries, idle=idle)
         self._count(search_s=time.monotonic() - began)
         return passages
-
-    def _end_status(self, rollout: Rollout, turn: Turn, status: Status) -> EndStatus | None:
-        """How the rollout ends with this turn; None if it continues."""
-        if status == Status.ANSWER and turn.action == "answer":
-            return "answered"
-        if status in (Status.ANSWER, Status.EOS) and self.settings.after_eos == "end":
-            return "eos"  # also for `</answer>` without an opening tag: the reply ends without an answer
-        if status == Status.CONTEXT_FULL:
-            return "truncated"
-        if status == Status.NOT_FINITE:
-            return "not_finite"
-        return "out_of_turns" if rollout.model_calls == self.settings.search_turns else None
 
     def _observation(self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], length: int) -> list[int]:
         room = self.settings.context_tokens - length - 1
@@ -432,16 +416,16 @@ class RolloutScheduler:
         chunks = {b: chunk for c in continuations for b, chunk in c.chunks.items()}
         if not chunks:
             return
-        for rows in self._row_batches(sorted(chunks, key=lambda b: len(chunks[b]))):  # similar lengths: less padding
-            real = [b for b in rows.tolist() if b >= 0]
-            width = pick(self.parts.widths.observations, max(len(chunks[b]) for b in real))
-            ids, n = np.zeros((len(rows), width), np.int32), np.zeros(len(rows), np.int32)
-            for r, b in enumerate(rows.tolist()):
+        for slots in self._slot_batches(sorted(chunks, key=lambda b: len(chunks[b]))):  # similar lengths: less padding
+            real = [b for b in slots.tolist() if b >= 0]
+            width = pick(self.parts.shapes.observations, max(len(chunks[b]) for b in real))
+            ids, n = np.zeros((len(slots), width), np.int32), np.zeros(len(slots), np.int32)
+            for r, b in enumerate(slots.tolist()):
                 if b >= 0:
                     n[r] = len(chunks[b])
                     ids[r, : n[r]] = chunks[b]
             turn = self.settings.turn_tokens
-            self.state = self.sampler.extend(self.weights, self.state, ids, n, turn, rows)
+            self.state = self.sampler.extend(self.weights, self.state, ids, n, turn, slots)
             self._count(extended=ids.size, forced=int(n.sum()))
         for b, chunk in chunks.items():
             self.starts[b] = int(lengths[b]) + len(chunk)

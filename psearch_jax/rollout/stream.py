@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-
-from psearch_jax.rollout.queued import Suspended, Waiting
+from psearch_jax.rollout.rollouts import Parts, Progress, Suspended, Usage, Waiting
 from psearch_jax.rollout.sampler_programs import SamplingWeights
-from psearch_jax.rollout.scheduler import Parts, Progress, RolloutScheduler
+from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.rollout.search import BatchedSearch, BatchRetriever, OverlappedSearch, SearchPolicy
-from psearch_jax.rollout.usage import Usage
 from psearch_jax.runtime import processes
 from psearch_jax.types import Question, Trajectory
 
@@ -57,15 +54,6 @@ class RolloutStream:
         """Number of batches that were added and not collected yet."""
         return len(self._batches)
 
-    def warm_up(self, weights: SamplingWeights) -> None:
-        """Compiles the programs that only unfinished rollouts need (the others: `Collector.warm_up`)."""
-        scheduler = self._scheduler
-        scheduler.resume(weights)
-        scheduler.place({})
-        nothing = np.full(scheduler.parts.rows_per_call, -1, np.int32)
-        scheduler.refresh(nothing, 1)
-        scheduler.suspend()
-
     def add(self, questions: Sequence[Question], step: int) -> None:
         """Adds a batch: this process's questions. All processes must call this.
 
@@ -99,10 +87,7 @@ class RolloutStream:
             after that, except by `restore`.
         """
         scheduler, batch = self._scheduler, self._batches[0]
-        slots = len(scheduler.own)  # fewer than before, if the run was resumed with fewer: the others start again
-        fitting, others = self._suspended[:slots], self._suspended[slots:]
-        scheduler.waiting.extendleft(map(_from_prompt, reversed(others)))
-        scheduler.resume(weights, version, fitting)
+        scheduler.resume(weights, version, self._suspended)
 
         def report() -> None:
             if progress:
@@ -115,10 +100,8 @@ class RolloutStream:
             scheduler.advance_stopped_rows()
         if not alone:
             processes.allgather(report)
-        state, own = scheduler.state, list(scheduler.own)
-        steps, row_steps = processes.fetch((state.steps, state.row_steps))
         self._suspended = scheduler.suspend()
-        self._spent += replace(scheduler.usage, decode_steps=int(steps), row_steps=int(row_steps[own].sum()))
+        self._spent += scheduler.usage
 
     def take(self) -> list[Trajectory]:
         """The trajectories of the oldest batch, all samples of a question together, in the order of its questions."""
@@ -134,7 +117,7 @@ class RolloutStream:
 
     def spent(self) -> Usage:
         """The cost since the last call."""
-        spent, self._spent = self._spent, Usage(len(self._scheduler.own))
+        spent, self._spent = self._spent, Usage(len(self._scheduler.own_slots))
         return spent
 
     def in_flight(self) -> InFlight:
@@ -146,19 +129,16 @@ class RolloutStream:
     def restore(self, saved: InFlight) -> None:
         """Continues from the rollouts of `in_flight`, also of a stream that failed in `collect`."""
         old = self._scheduler
-        self._scheduler = scheduler = RolloutScheduler(
-            old.parts, search_policy(old.parts), samples=old.samples, seed=old.seed
+        self._scheduler = RolloutScheduler(
+            old.parts,
+            search_policy(old.parts),
+            samples=old.samples,
+            seed=old.seed,
+            added=saved.added,
+            waiting=saved.waiting,
+            results=saved.results,
         )
-        scheduler.added = saved.added
-        scheduler.results = dict(saved.results)
-        scheduler.waiting.extend(saved.waiting)
         self._batches, self._suspended = deque(saved.batches), list(saved.suspended)
-
-
-def _from_prompt(suspended: Suspended) -> Waiting:
-    rollout = suspended.rollout
-    prompt = suspended.ids[: rollout.prompt_length].tolist()
-    return Waiting(rollout.order, rollout.question, rollout.sample, prompt, suspended.key)
 
 
 def search_policy(parts: Parts) -> SearchPolicy:

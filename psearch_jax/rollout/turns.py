@@ -1,42 +1,56 @@
-"""From the tokens of a stopped row to its turn."""
+"""From the tokens of a stopped row to its turn, and from the turn to what happens next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from psearch_jax.rollout.sampler_state import Status
+from psearch_jax.rollout.rollouts import Rollout
+from psearch_jax.rollout.sampler_programs import Status
 from psearch_jax.text import tags
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import Question, Turn
+from psearch_jax.types import EndStatus, Turn
 
 
-@dataclass
-class Rollout:
-    """The rollout in a live slot."""
+@dataclass(frozen=True)
+class Search:
+    """The row waits for the passages of these sub-queries."""
 
-    order: int  # index among all rollouts that were added
-    question: Question
-    sample: int
-    prompt_length: int
-    turn_start: int  # position of the first token of the current turn
-    turns: list[Turn] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)  # as Trajectory.versions
-
-    @property
-    def model_calls(self) -> int:
-        return sum(t.n_sampled > 0 for t in self.turns)
-
-    def sampled_from(self, position: int, version: int) -> None:
-        """Records that tokens from this position on are sampled with the weights of a version."""
-        if self.versions and self.versions[-1][0] == position:  # the version before sampled nothing
-            self.versions.pop()
-        self.versions.append((position, version))
+    queries: tuple[str, ...]
 
 
-ParseTurn = Callable[[Rollout, np.ndarray, Status], Turn]  # of the sampled tokens [n] and how they ended
+@dataclass(frozen=True)
+class Continue:
+    """A corrective message follows; the model's next turn comes after it."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The rollout ends. A search of its last turn is neither run nor counted."""
+
+    status: EndStatus
+
+
+def decide(turn: Turn, status: Status, model_calls: int, search_turns: int, after_eos: str) -> Continue | End | Search:
+    """What follows a stopped row's turn.
+
+    Args:
+      status: why the row stopped.
+      model_calls: earlier turns of the rollout in which the model sampled.
+      search_turns, after_eos: as in the config's section `rollout`.
+    """
+    if status == Status.ANSWER and turn.action == "answer":
+        return End("answered")
+    if status in (Status.ANSWER, Status.EOS) and after_eos == "end":
+        return End("eos")  # also for `</answer>` without an opening tag: the reply ends without an answer
+    if status == Status.CONTEXT_FULL:
+        return End("truncated")
+    if status == Status.NOT_FINITE:
+        return End("not_finite")
+    if model_calls == search_turns:
+        return End("out_of_turns")
+    return Search(turn.queries) if turn.action == "search" else Continue()
 
 
 @dataclass(frozen=True)
@@ -66,5 +80,4 @@ class TurnParser:
             prefixes = (tokenizer.decode(tokens[:n], control=True) for n in range(first, len(tokens) + 1))
             tail_start = next((len(prefix) for prefix in prefixes if tags.ANSWER_CLOSE in prefix), None)
         action = tags.parse_turn(text, self.max_sub_queries, tail_start)
-        kind = action.kind
-        return Turn(text, kind, action.well_formed, action.queries, (), action.answer, len(sampled))
+        return Turn(text, action.kind, action.well_formed, action.queries, (), action.answer, len(sampled))

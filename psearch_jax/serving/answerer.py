@@ -21,8 +21,7 @@ import numpy as np
 
 from psearch_jax.limits import MAX_TEMPERATURE
 from psearch_jax.rollout.collect import Collector
-from psearch_jax.rollout.sampler_programs import SamplingWeights
-from psearch_jax.rollout.sampler_state import Status
+from psearch_jax.rollout.sampler_programs import SamplingWeights, Status
 from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.rollout.search import BatchRetriever
 from psearch_jax.runtime import processes

@@ -9,7 +9,7 @@ import numpy as np
 
 from psearch_jax.config import Config
 from psearch_jax.rl.advantages import carry_signal, group_advantages
-from psearch_jax.rollout.usage import Usage
+from psearch_jax.rollout.rollouts import Usage
 from psearch_jax.runtime import processes, progress
 from psearch_jax.train.run import Run
 from psearch_jax.types import Question, RewardParts, Trajectory

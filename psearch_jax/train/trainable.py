@@ -27,7 +27,7 @@ from psearch_jax.models.buckets import buckets, row_widths
 from psearch_jax.models.transposed import multiplies_slowly_transposed, with_transposed
 from psearch_jax.rl.batch import Place, micro_batches, padding
 from psearch_jax.runtime import progress
-from psearch_jax.runtime.compiling import compile_all
+from psearch_jax.runtime.compiling import Program, compile_all
 from psearch_jax.runtime.metrics import WEIGHT, Ratio
 from psearch_jax.sharding import constrain, is_one_cpu, placed, replicated, rows_sharding
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
@@ -242,12 +242,7 @@ class Trainable:
 
     def _compile(self, program: Any, calls: Sequence[tuple[Any, ...]]) -> None:
         """Compiles a jitted program for each tuple of arguments, several at a time; later calls reuse the results."""
-
-        def one(arguments: tuple[Any, ...]) -> None:
-            with jax.set_mesh(self.mesh):
-                program.lower(*arguments).compile()
-
-        compile_all([functools.partial(one, arguments) for arguments in calls])
+        compile_all([Program(self.score_name, program, functools.partial(_same, call), self.mesh) for call in calls])
 
     @property
     def needs_score(self) -> bool:
@@ -382,3 +377,8 @@ class Trainable:
 
 def _mean_gradients(sums: Sums) -> nnx.State:
     return jax.tree.map(lambda g: g / jnp.maximum(sums.loss.count, 1.0), sums.grads)
+
+
+def _same(arguments: tuple[Any, ...], _: int) -> tuple[Any, ...]:
+    """The arguments of a program that has one shape."""
+    return arguments

@@ -268,9 +268,7 @@ def _compile(run: Run) -> None:
     with run.phase("compile"):
         if run.recording is None:
             weights = run.sampling_weights()
-            run.collector.warm_up(weights)
-            if run.config.train.staleness:
-                run.stream.warm_up(weights)
+            run.collector.warm_up(weights, suspends=run.config.train.staleness > 0)
             del weights
         run.learner.warm_up(run.state.params, run.reference)
         if run.critic is not None:

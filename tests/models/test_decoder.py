@@ -17,7 +17,7 @@ from psearch_jax.models import decoder, kv_cache, vocabulary
 from psearch_jax.models.hf import load_hf
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.layer import gated
-from psearch_jax.rollout.sampler_state import Status
+from psearch_jax.rollout.sampler_programs import Status
 from psearch_jax.sharding import AXES, SAMPLING, STORAGE, param_shardings
 
 TOLERANCE = 1e-5  # of max|a-b| / max|b|

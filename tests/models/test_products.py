@@ -15,7 +15,8 @@ from psearch_jax.config import LearningSection, Lora
 from psearch_jax.models import decoder, lora, transposed, vocabulary
 from psearch_jax.models.attention import implementation_for
 from psearch_jax.models.products import dense, product, product_left
-from psearch_jax.rollout.copy import SamplingCopy, sampled_shape
+from psearch_jax.rollout.copy import SamplingCopy, untie_for_sampling
+from psearch_jax.rollout.sampler import SamplerShapes
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.runtime import platforms
 from psearch_jax.sharding import stand_in
@@ -252,7 +253,7 @@ def test_a_separate_head_samples_with_the_log_probs_of_the_tied_one(tiny_tokeniz
         state = sampler.generate(sampler.weights(params), state, 1.0)
         return np.asarray(state.ids), np.asarray(state.logprobs)
 
-    tied, untied = log_probs(config, weights), log_probs(sampled_shape(config, mesh, half), copy)
+    tied, untied = log_probs(config, weights), log_probs(untie_for_sampling(config, mesh, half), copy)
     np.testing.assert_array_equal(untied[0], tied[0])
     np.testing.assert_allclose(untied[1], tied[1], atol=1e-4)
     assert np.any(tied[1] < 0)
@@ -292,17 +293,12 @@ def test_sampling_in_16_bits_converts_no_stack_and_no_embedding(tiny_tokenizer, 
     config, rows, width = tiny_config(tied=False), 4, 24
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))
     sampler = make_sampler(tiny_tokenizer, config, dtype=jnp.bfloat16, unstacked_decoding=True)
-    state = sampler.new_state(rows, 48)
-    weights, texts = sampler.weights(params), []
-    sampler._run = lambda program, *args, **keywords: texts.append(
-        program.lower(*args, **keywords).compile().as_text()
-    )
-    ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
-    sampler.prefill(weights, ids, n)
-    sampler.extend(weights, state, ids, n, 8)
-    sampler.refresh(weights, state, n, 0, width)
-    sampler.generate(weights, state, 1.0)
-    assert len(texts) == 4
+    shapes = SamplerShapes(rows, 48, rows, rows, (width,), (width,), (48,))
+    programs = sampler.programs(shapes, sampler.weights(params), suspends=True)
+    named = {program.name: program for program in programs}
+    texts = [
+        named[name].compile(named[name].widths[0]).as_text() for name in ("prefill", "extend", "refresh", "generate")
+    ]
     for text in texts:
         stored = set(re.findall(r"= (\w+\[[\d,]+\])\S* (?:parameter|fusion|copy|convert)\(", without_fused(text)))
         assert {f"bf16[{config.width},{config.mlp}]", f"bf16[{config.vocab_rows},{config.width}]"} <= stored
@@ -318,8 +314,8 @@ def without_fused(text: str) -> str:
 def test_only_a_cpu_in_16_bits_samples_with_a_separate_head():
     """A float32 sampler, or full training on another platform, that stores the embedding twice."""
     config, mesh, weights = tiny_config(tied=True), one_device_mesh(), random_params(tiny_config(tied=True))
-    assert sampled_shape(config, mesh, jnp.float32) == config
+    assert untie_for_sampling(config, mesh, jnp.float32) == config
     assert SamplingCopy(weights, None, jnp.dtype("float32"), mesh, in_int8=False, trained=False)(weights) is weights
     accelerator = mock.Mock(size=1, devices=np.array([mock.Mock(platform="gpu")]))
-    assert sampled_shape(config, accelerator, jnp.bfloat16) == config
+    assert untie_for_sampling(config, accelerator, jnp.bfloat16) == config
     assert not transposed.multiplies_slowly_transposed(accelerator, jnp.bfloat16)

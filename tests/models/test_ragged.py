@@ -16,7 +16,7 @@ from psearch_jax.models import decoder, ragged
 from psearch_jax.models.attention import cached as attention_to_cache
 from psearch_jax.models.attention.cached import MAX_DECODE_TOKENS, Keys
 from psearch_jax.models.kv_cache import KVCache
-from psearch_jax.rollout.collect import widths
+from psearch_jax.rollout.sampler import SamplerShapes
 from psearch_jax.sharding import make_mesh
 
 LAYERS, LAYER, H = 3, 1, 128
@@ -159,7 +159,8 @@ def test_where_it_is_asked_for(tiny_tokenizer):
     assert not ragged.applies("cudnn", False, replace(PRESETS["7b"], head_dim=96), one)
     assert not any(ragged.applies("blocked", False, shape, one) for shape in PRESETS.values())
     rollout = RolloutSection()
-    assert widths(rollout, by_length=True).spans == (rollout.context_tokens,) and len(widths(rollout).spans) == 4
+    assert SamplerShapes.of(rollout, one, by_length=True).spans == (rollout.context_tokens,)
+    assert len(SamplerShapes.of(rollout, one).spans) == 4
 
 
 @pytest.mark.parametrize(("form", "T"), [("splash", 1), ("splash", 4), ("cudnn", 1), ("cudnn", 4)])

@@ -12,10 +12,11 @@ from programs import ROOT, completed
 from runs import small_config
 
 from psearch_jax.config import Config, MeshSection, ModelSection, from_mapping
+from psearch_jax.models.buckets import buckets
 from psearch_jax.planning.plan import ProgramMemory, advice, bare_sampler, make_plan, model_shape
 from psearch_jax.planning.roofline import lower_bounds
 from psearch_jax.planning.targets import Target, cuda_target, tpu_target
-from psearch_jax.rollout.collect import pool_rows, rows_per_call, widths
+from psearch_jax.rollout.sampler import SamplerShapes
 from psearch_jax.runtime.accelerators import GIB, GPUS, Chip, chip_of
 from psearch_jax.sharding import make_mesh
 from psearch_jax.types import UserError
@@ -134,10 +135,10 @@ def test_every_width_is_compiled():
     """A narrower shape, with another form of attention, may need more memory than the widest."""
     budgets = {"slots": 8, "context_tokens": 512, "prompt_tokens": 64, "obs_tokens": 256, "num_buckets": 2}
     config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets)
-    lines = []
+    lines, widths = [], buckets(256, 2)
     plan = make_plan(config, cpu_target(), lines.append, names=("extend",))
-    assert [int(line.split()[1].strip(":")) for line in lines] == list(widths(config.rollout).observations)
-    assert len(lines) == 2 and plan.programs["extend"].width in widths(config.rollout).observations
+    assert [int(line.split()[1].strip(":")) for line in lines] == list(widths)
+    assert len(lines) == 2 and plan.programs["extend"].width in widths
 
 
 @pytest.mark.parametrize(
@@ -234,13 +235,13 @@ def test_decoding_neither_gathers_weights_nor_copies_the_cache(target, int8):
     config = config_file("qwen7b", model=model, mesh={"tensor": 2}, rollout=SHORT | {"slots": 128})
     mesh, r = make_mesh(config.mesh, target.devices), config.rollout
     sampler = bare_sampler(config, model_shape(config), mesh)
-    shapes = (r.slots, r.context_tokens, pool_rows(r, mesh), rows_per_call(r, mesh), widths(r, sampler.by_length))
-    state, _, programs = sampler.traced(*shapes)
-    with jax.set_mesh(mesh):
-        compiled = programs["generate"][max(programs["generate"])]().lower().compile()
+    shapes = SamplerShapes.of(r, mesh, sampler.by_length)
+    state = sampler.abstract_state(shapes.slots, shapes.positions)
+    (generate,) = (program for program in sampler.programs(shapes) if program.name == "generate")
+    compiled = generate.compile(max(generate.widths))
     text = compiled.as_text()
     assert "while" in text and not collectives_in_loops(text, 2**18), "weights or logits are gathered for each token"
-    positions = str(state.cache.keys.shape[-2])
+    positions = str(state.cache.v.shape[-2])
     assert not [line for line in collectives_in_loops(text, 2**20, "copy") if positions in line]
     plan = make_plan(config, target, names=())
     held = plan.resident["sampling_copy"] + 1.2 * plan.resident["sampler_state"]

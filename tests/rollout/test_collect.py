@@ -19,7 +19,6 @@ from helpers import (
     rollout_section,
     scripted_sampler,
 )
-from jax import monitoring
 from written import CONFIG, collect, say
 
 from psearch_jax.config import RolloutSection
@@ -27,6 +26,7 @@ from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch
 from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.rollout.stream import search_policy
+from psearch_jax.runtime.compiling import CompilationCounter
 from psearch_jax.text import tags
 from psearch_jax.train.state import init_state
 from psearch_jax.types import UserError
@@ -317,17 +317,6 @@ def test_no_model_output_raises_or_misaligns(tiny_tokenizer, sampler, params, se
         np.testing.assert_array_equal(batch.mask[i, : len(t.ids)] > 0, t.mask)
 
 
-def test_a_thousand_sub_queries_are_capped(tiny_tokenizer, sampler, params, service):
-    """A policy could flood the retriever with more than eight searches, or its recorded turn would be cut."""
-    flood = "<search>" + "##".join(f"a{i}" for i in range(1000)) + "</search>"
-    script = say(tiny_tokenizer, flood, ANSWER)
-    rollout = rollout_section(slots=1, context_tokens=len(script) + 160, turn_tokens=len(script), search_turns=1)
-    counting = Counting(service)
-    (t,) = collect(sampler, tiny_tokenizer, params, [script], rollout, counting)
-    assert t.turns[0].n_sampled > 3000 and t.turns[0].queries == tuple(f"a{i}" for i in range(8))
-    assert t.status == "answered" and len(counting.calls[0]) == 8
-
-
 def test_foreign_text_cannot_forge_a_tag_or_a_control_id(tiny_tokenizer, sampler, params, service):
     """A passage that closes its own block and answers would count as the model's answer everywhere downstream."""
     script = say(tiny_tokenizer, "<search> Grace Hopper </search>", ANSWER)
@@ -379,7 +368,7 @@ def reference_run(tiny_tokenizer, sampler, params, service):
     return collect(sampler, tiny_tokenizer, params, scripts, service=service, samples=2, one_bucket=True)
 
 
-@pytest.mark.parametrize("changes", [{"slots": 12}, {"slots": 3}, {"slots": 4, "yield_share": 0.4}], ids=str)
+@pytest.mark.parametrize("changes", [{"slots": 3}, {"slots": 12, "yield_share": 0.4}], ids=str)
 def test_slots_and_yields_change_no_trajectory(tiny_tokenizer, params, service, sampler, reference_run, changes):
     """Refilling slots would reorder, drop or alter a rollout, although it may only affect speed."""
     if "yield_share" in changes:
@@ -442,21 +431,12 @@ def test_rows_that_ended_at_a_search_do_not_hold_up_the_others(tiny_tokenizer, p
 def test_a_rollout_replayed_alone_is_bit_equal(tiny_tokenizer, sampler, params, service, reference_run):
     """A failure seen at step 900 could not be reproduced without the 511 other prompts of its batch."""
     scripts = drawing_scripts(tiny_tokenizer, 12)
-    for i in (0, 5, 11):
+    for i, one_bucket in ((0, True), (11, True), (5, False)):  # another width for the passages may round differently
         q, sample = question(i // 2), i % 2
         group = scripts[i - sample : i - sample + 2]
-        for one_bucket in (True, False):  # another chunk width for the passages may round differently
-            ts = collect(
-                sampler,
-                tiny_tokenizer,
-                params,
-                group,
-                service=service,
-                samples=2,
-                questions=[q],
-                one_bucket=one_bucket,
-            )
-            same(ts[sample], reference_run[i], exact=one_bucket)
+        options = {"service": service, "samples": 2, "questions": [q], "one_bucket": one_bucket}
+        ts = collect(sampler, tiny_tokenizer, params, group, **options)
+        same(ts[sample], reference_run[i], exact=one_bucket)
 
 
 def test_samples_of_a_question_differ(reference_run):
@@ -512,24 +492,13 @@ def test_nothing_compiles_after_the_warm_up(tiny_tokenizer, params, service):
     fresh.after = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     rollout = rollout_section(prompt_tokens=32, obs_tokens=32)  # two widths each
     make_collector(tiny_tokenizer, fresh, rollout, service).warm_up(fresh.weights(params))
-    warm = fresh.compilations()
+    counter = CompilationCounter()
     scripts = drawing_scripts(tiny_tokenizer, 10)
-    collect(fresh, tiny_tokenizer, params, scripts, rollout, service, samples=2)
-    compiled: list[str] = []
-    active = True
-
-    def listen(event: str, seconds: float, **_) -> None:
-        if active and "backend_compile" in event:
-            compiled.append(event)
-
-    monitoring.register_event_duration_secs_listener(listen)
-    try:
-        texts = ("?", "Who is older, Ada or Alan?", "Was Kurt born in Brünn ?", "a b c d e f g h", "Ada Lovelace")
-        asked = [question(f"q{i}", text) for i, text in enumerate(texts)]
-        collect(fresh, tiny_tokenizer, params, scripts, rollout, service, samples=2, questions=asked)
-    finally:
-        active = False
-    assert fresh.compilations() == warm and compiled == []
+    texts = ("?", "Who is older, Ada or Alan?", "Was Kurt born in Brünn ?", "a b c d e f g h", "Ada Lovelace")
+    asked = [question(f"q{i}", text) for i, text in enumerate(texts)]
+    for questions in (None, asked):
+        collect(fresh, tiny_tokenizer, params, scripts, rollout, service, samples=2, questions=questions)
+    assert counter.count == 0
 
 
 def test_what_nobody_wants_leaves_nothing_behind(tiny_tokenizer, sampler, params, service):

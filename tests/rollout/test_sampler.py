@@ -10,8 +10,9 @@ from flax import nnx
 from helpers import ScriptedSampler, make_learner, make_sampler, random_params, started, tiny_config
 
 from psearch_jax.models import decoder, int8
-from psearch_jax.rollout.sampler_programs import SamplingWeights
-from psearch_jax.rollout.sampler_state import SamplerState, Status
+from psearch_jax.rollout.sampler import SamplerShapes
+from psearch_jax.rollout.sampler_programs import SamplerState, SamplingWeights, Status
+from psearch_jax.runtime.compiling import CompilationCounter, compile_all
 from psearch_jax.types import TrainBatch
 
 B, S, C = 8, 64, 8  # slots, positions, forced tokens of one call
@@ -45,7 +46,14 @@ def either(request, tiny_tokenizer, sampler, weights):
 
 
 def fetch(state):
-    return jax.tree.map(np.asarray, jax.device_get(state))
+    """The state as NumPy arrays, with the data of its keys."""
+    return jax.tree.map(np.asarray, dataclasses.replace(state, key=jax.random.key_data(state.key)))
+
+
+def on_device(state):
+    """The inverse of `fetch`."""
+    key = jax.random.wrap_key_data(jnp.asarray(state.key))
+    return dataclasses.replace(jax.tree.map(jnp.asarray, state), key=key)
 
 
 def prompts(rows: int = B) -> list[list[int]]:
@@ -205,7 +213,7 @@ def test_rows_with_nothing_to_add_are_untouched_bit_for_bit(tiny_tokenizer, scri
     """A parked row that changes while others are extended, admitted or sampled would be corrupted silently."""
     search = spell(tiny_tokenizer, "</search>")
     _, parked = run_scripts(scripted, weights, [search[: 9 - (b % 3)] if b % 2 else search for b in range(6)])
-    state = jax.tree.map(jnp.asarray, parked)
+    state = on_device(parked)
     n = np.array([3, 0, 0, 8, 0, 0, 0, 0], np.int32)
     ids = np.full((B, C), 9, np.int32)
     extended = scripted.extend(weights, state, ids, n, TURN)
@@ -242,7 +250,7 @@ def test_an_extension_forgets_half_a_tag(tiny_tokenizer, scripted, weights):
     half = [5] * (TURN - 8) + search[:-1]
     _, state = run_scripts(scripted, weights, [[*half, search[-1], *[5] * 20]])
     assert state.status[0] == Status.TURN_FULL
-    state = jax.tree.map(jnp.asarray, state)
+    state = on_device(state)
     n = np.array([1] + [0] * (B - 1), np.int32)
     state = scripted.extend(weights, state, np.full((B, C), 9, np.int32), n, TURN)
     state = fetch(scripted.generate(weights, state, 1.0))
@@ -286,7 +294,7 @@ def test_a_refilled_slot_is_like_a_fresh_one(either):
     sampler, weights = either
     rows, chunks = prompts(), ragged_chunks()
     fresh = rollout(sampler, weights, rows, KEYS, chunks)
-    used = jax.tree.map(jnp.asarray, rollout(sampler, weights, rows[::-1], KEYS + 50, ragged_chunks(9)))
+    used = on_device(rollout(sampler, weights, rows[::-1], KEYS + 50, ragged_chunks(9)))
     pool = sampler.prefill(weights, *padded(rows))
     state = sampler.admit(used, pool, np.arange(B, dtype=np.int32), KEYS, TURN, S)
     state = follow(sampler, weights, state, chunks)
@@ -325,7 +333,7 @@ def test_an_emptied_slot_neither_runs_nor_waits(tiny_tokenizer, scripted, weight
     """A parked row that nobody will extend would hold up `generate` for the others."""
     _, parked = run_scripts(scripted, weights, [spell(tiny_tokenizer, "</search>")] * 2)
     assert parked.status[:2].tolist() == [Status.SEARCH] * 2
-    state = jax.tree.map(jnp.asarray, parked)
+    state = on_device(parked)
     pool = scripted.prefill(weights, np.zeros((B, 11), np.int32), np.zeros(B, np.int32))
     state = fetch(scripted.admit(state, pool, np.array([-2, -1] + [-1] * 6), KEYS, TURN, S))
     assert state.status[:2].tolist() == [Status.EMPTY, Status.SEARCH]
@@ -378,42 +386,29 @@ def test_yielding_early_changes_no_rollout(tiny_tokenizer, weights):
         assert np.asarray(state.ids)[b, len(rows[b]) : n].tolist() == script
 
 
-@pytest.mark.parametrize("refill", [False, True])
-def test_a_finished_row_makes_room_only_where_others_wait(tiny_tokenizer, weights, refill):
-    """Finished rows computed for nothing while rollouts wait for a slot, or early returns when no rollout waits."""
-    early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
-    im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
-    scripts = [[5] * b + [im_end] for b in (1, 3, 8, 10)]
-    early.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
-    rows = [p if i < 4 else None for i, p in enumerate(prompts())]
-    state = started(early, weights, rows, KEYS, S, TURN)
-    state = fetch(early.generate(weights, state, 1.0, refill=refill))
-    wanted = [Status.EOS] * 2 + [Status.RUNNING if refill else Status.EOS] * 2
-    assert state.status[:4].tolist() == wanted and state.steps == (4 if refill else 11)
-
-
-@pytest.mark.parametrize("eos_continues", [False, True])
-def test_a_reply_without_an_action_waits_only_where_it_continues(tiny_tokenizer, weights, eos_continues):
-    """A row that waits for the corrective message idles until all others have stopped, or one that has ended makes
-    the others return early."""
+@pytest.mark.parametrize(
+    ("eos_continues", "refill", "turns", "expected", "steps"),
+    [
+        (False, False, None, [Status.EOS] * 4, 11),  # finished rows do not wait
+        (False, True, None, [Status.EOS] * 2 + [Status.RUNNING] * 2, 4),  # unless other rollouts wait for a slot
+        (True, False, None, [Status.EOS] * 2 + [Status.RUNNING] * 2, 4),  # a reply waits for the corrective message
+        (False, False, (2, 4, 9, 12), [Status.TURN_FULL] * 2 + [Status.RUNNING] * 2, 4),
+    ],
+    ids=["finished", "refilled", "corrected", "full turns"],
+)
+def test_decoding_yields_when_half_of_the_rows_wait(
+    tiny_tokenizer, weights, eos_continues, refill, turns, expected, steps
+):
+    """Of four rows that stop after 2, 4, 9 and 11 tokens, two are enough, if they wait for the host."""
     early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5, eos_continues=eos_continues)
     im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
-    early.scripts = {tuple(k): [5] * b + [im_end] for k, b in zip(KEYS.tolist(), (1, 3, 8, 10), strict=False)}
+    scripts = [[5] * 40] * 4 if turns else [[5] * b + [im_end] for b in (1, 3, 8, 10)]
+    early.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
     rows = [p if i < 4 else None for i, p in enumerate(prompts())]
-    state = fetch(early.generate(weights, started(early, weights, rows, KEYS, S, TURN), 1.0))
-    assert state.status[:2].tolist() == [Status.EOS] * 2 and state.steps == (4 if eos_continues else 11)
-
-
-def test_a_full_turn_waits_as_a_search_does(tiny_tokenizer, weights):
-    """A row whose turn is full also waits for the host: uncounted, it would idle until all others have stopped."""
-    early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
-    early.scripts = {tuple(k): [5] * 40 for k in KEYS[:4].tolist()}
-    rows = [p if i < 4 else None for i, p in enumerate(prompts())]
-    pool = early.prefill(weights, *padded([p or [] for p in rows]))
-    source, turns = np.array([0, 1, 2, 3, -1, -1, -1, -1], np.int32), np.array([2, 4, 9, 12, 1, 1, 1, 1])
-    state = early.admit(early.new_state(B, S), pool, source, KEYS, turns, S)
-    state = fetch(early.generate(weights, state, 1.0))
-    assert state.status[:4].tolist() == [Status.TURN_FULL] * 2 + [Status.RUNNING] * 2 and state.steps == 4
+    budgets = np.array([*turns, 1, 1, 1, 1]) if turns else TURN
+    state = started(early, weights, rows, KEYS, S, budgets)
+    state = fetch(early.generate(weights, state, 1.0, refill=refill))
+    assert state.status[:4].tolist() == expected and state.steps == steps
 
 
 def test_rows_picked_out_of_order_are_extended_as_in_place(either):
@@ -423,11 +418,9 @@ def test_rows_picked_out_of_order_are_extended_as_in_place(either):
     state = sampler.generate(weights, started(sampler, weights, prompts(), KEYS, S, TURN), 1.0)
     before = fetch(state)
     ids, n = padded([c if b in (1, 4, 6) else [] for b, c in enumerate(chunk)], C)
-    wanted = fetch(sampler.extend(weights, jax.tree.map(jnp.asarray, before), ids, n, TURN))
+    wanted = fetch(sampler.extend(weights, on_device(before), ids, n, TURN))
     rows = np.array([6, -1, 1, 4], np.int32)
-    picked = sampler.extend(
-        weights, jax.tree.map(jnp.asarray, before), ids[rows], np.where(rows < 0, 3, n[rows]), TURN, rows
-    )
+    picked = sampler.extend(weights, on_device(before), ids[rows], np.where(rows < 0, 3, n[rows]), TURN, rows)
     # With another number of rows, some processors add in another order.
     check_rows(fetch(picked), wanted, np.arange(B), rounding=1e-5)
 
@@ -443,41 +436,37 @@ def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, weights):
     assert spans[0].length.max() > 20
 
 
-def test_layers_apart_change_no_rollout(tiny_tokenizer, either):
-    """Separate layers, as a GPU decodes: a layer's weights in another's place, or those of the call before."""
+@pytest.mark.parametrize("once", [False, True], ids=["in every call, as on a GPU", "once, as on a CPU"])
+def test_unstacked_layers_change_no_rollout(tiny_tokenizer, either, once):
+    """Decoding from each layer's own arrays samples the same tokens as from the stacks."""
     sampler, weights = either
     extra = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
-    split = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True, **extra)
-    states = [fetch(s.generate(weights, started(s, weights, prompts(), KEYS, S, TURN), 1.0)) for s in (sampler, split)]
+    unstacking = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True, **extra)
+    unstacked = unstacking.weights(weights.params) if once else weights
+    states = [
+        fetch(each.generate(w, started(each, weights, prompts(), KEYS, S, TURN), 1.0))
+        for each, w in ((sampler, weights), (unstacking, unstacked))
+    ]
     np.testing.assert_array_equal(states[0].ids, states[1].ids)
     np.testing.assert_allclose(states[0].logprobs, states[1].logprobs, atol=1e-5)
     assert states[0].mask.sum() > 50
 
 
-def test_weights_taken_apart_once_change_no_rollout(tiny_tokenizer, either):
-    """Weights split once, as a CPU decodes: layers reordered or of other weights, or kernels with swapped axes."""
-    sampler, weights = either
-    extra = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
-    split_sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True, **extra)
-    taken_apart = split_sampler.weights(weights.params)
-    assert (taken_apart.unstacked.head is None) == bool(extra) and sampler.weights(weights.params) == weights
-    state = started(sampler, weights, prompts(), KEYS, S, TURN)
-    expected = fetch(sampler.generate(weights, state, 1.0))
-    state = started(sampler, weights, prompts(), KEYS, S, TURN)
-    actual = fetch(split_sampler.generate(taken_apart, state, 1.0))
-    np.testing.assert_array_equal(actual.ids, expected.ids)
-    np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5)
-
-
-def test_what_was_only_compiled_is_not_compiled_again(tiny_tokenizer, weights, caplog):
-    """The first real call would wait for the compilation a second time."""
+def test_compiled_programs_are_those_of_the_calls(tiny_tokenizer, weights):
+    """Calls compile nothing after `programs` were compiled, also with the unstacked weights of a CPU."""
     sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True)
     weights = sampler.weights(weights.params)
-    state = started(sampler, weights, prompts(), KEYS, S, TURN)
-    assert sampler.compile_only().generate(weights, state, 1.0) is None
-    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
-        jax.block_until_ready(sampler.generate(weights, state, 1.0))
-    assert not [r for r in caplog.records if "Compiling" in r.message and "generate" in r.message]
+    compile_all(sampler.programs(SamplerShapes(B, S, B, B, (12,), (C,), (S,)), weights, suspends=True))
+    counter = CompilationCounter()
+    state = started(sampler, weights, prompts(), KEYS, S, TURN, width=12)
+    state = sampler.generate(weights, state, 1.0)
+    state = sampler.extend(weights, state, *padded(ragged_chunks()[0], C), TURN)
+    every = np.arange(B, dtype=np.int32)
+    rows = sampler.read(state, every)
+    length = np.asarray(state.length)
+    state = sampler.restore(state, jax.device_get(rows), length)
+    jax.block_until_ready(sampler.refresh(weights, state, every, 0, C))
+    assert counter.count == 0
 
 
 def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, weights, monkeypatch):
@@ -507,7 +496,7 @@ def test_turn_budgets_may_differ_by_row(scripted, weights):
     before, first = run_scripts(scripted, weights, [[5] * 40] * B, turn_tokens=rows)
     np.testing.assert_array_equal(first.length - before.length, rows)
     n = np.where(np.arange(B) % 2, 2, 0).astype(np.int32)  # every other row continues
-    state = scripted.extend(weights, jax.tree.map(jnp.asarray, first), np.full((B, C), 6, np.int32), n, budgets)
+    state = scripted.extend(weights, on_device(first), np.full((B, C), 6, np.int32), n, budgets)
     second = fetch(scripted.generate(weights, state, 1.0))
     np.testing.assert_array_equal(second.length - first.length, np.where(n > 0, n + budgets, 0))
 

@@ -151,7 +151,8 @@ def test_uniforms_change_with_the_position_and_the_key_only():
     """A random number that depends on the number of calls, so that waiting changes a row's later tokens."""
     keys = row_keys(0, 0, [id_words("a", "b")] * 3, [0, 1, 0])
     at = jnp.array([7, 7, 7])
-    u = np.asarray(uniforms(jnp.asarray(keys), at))
+    keys = jax.random.wrap_key_data(jnp.asarray(keys))
+    u = np.asarray(uniforms(keys, at))
     assert u[0] == u[2] != u[1] and np.all((u >= 0) & (u < 1))
-    assert uniforms(jnp.asarray(keys[:1]), jnp.array([7]))[0] == u[0]
-    assert not np.any(np.asarray(uniforms(jnp.asarray(keys), at + 1)) == u)
+    assert uniforms(keys[:1], jnp.array([7]))[0] == u[0]
+    assert not np.any(np.asarray(uniforms(keys, at + 1)) == u)

@@ -19,8 +19,7 @@ from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables, build_tables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
-from psearch_jax.rollout.sampler_programs import SamplerOptions, random_draw
-from psearch_jax.rollout.sampler_state import SamplerState
+from psearch_jax.rollout.sampler_programs import SamplerOptions, SamplerState, choose_at_random
 from psearch_jax.sharding import make_mesh
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.learner import Learner
@@ -88,12 +87,13 @@ class ScriptedSampler(Sampler):
     scripts: Mapping[tuple[int, int], Sequence[int]] = {}
 
     def __init__(self, **arguments):
-        super().__init__(**arguments, draw=self._scripted_draw)
+        super().__init__(**arguments, choose=self._next_of_script)
 
-    def _scripted_draw(self, logits: jax.Array, state: SamplerState) -> jax.Array:
+    def _next_of_script(self, logits: jax.Array, state: SamplerState) -> jax.Array:
         sampled = jnp.sum(state.mask, axis=1)
-        scripted = jax.pure_callback(self._next, jax.ShapeDtypeStruct(sampled.shape, jnp.int32), state.key, sampled)
-        return jnp.where(scripted < 0, random_draw(logits, state), scripted)
+        keys = jax.random.key_data(state.key)
+        scripted = jax.pure_callback(self._next, jax.ShapeDtypeStruct(sampled.shape, jnp.int32), keys, sampled)
+        return jnp.where(scripted < 0, choose_at_random(logits, state), scripted)
 
     def _next(self, keys, sampled) -> np.ndarray:
         keys, sampled = np.asarray(keys), np.asarray(sampled)

@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from psearch_jax.rollout.queued import Suspended, Waiting
+from psearch_jax.rollout.rollouts import Rollout, Suspended, Waiting
 from psearch_jax.rollout.stream import InFlight
-from psearch_jax.rollout.turns import Rollout
 from psearch_jax.runtime import processes
 from psearch_jax.train.rollout_files import (
     Arrays,
