@@ -194,7 +194,7 @@ class ScriptedRollouts:
             self._parse_turn,
         )
         placed = jax.device_put(params, param_shardings(params, SAMPLING, mesh))
-        self._params = SamplingCopy(placed, None, jnp.dtype(dtype), mesh, in_int8=False, trained=False)(placed)
+        self._params = SamplingCopy(placed, None, jnp.dtype(dtype), mesh, trained=False)(placed)
 
     def run(self, params: nnx.State | None = None) -> list[Trajectory]:
         """Samples all rollouts with `params`, a sampling copy; default: a copy of the initial parameters."""

@@ -7,10 +7,8 @@ fsdp, because each decoded token would all-gather every layer; `COMPUTE` for act
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -31,27 +29,6 @@ _TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "t
 STORAGE: Mapping[str, MeshAxes] = {**_TENSOR, "embed": "fsdp"}
 SAMPLING: Mapping[str, MeshAxes] = _TENSOR
 COMPUTE: Mapping[str, MeshAxes] = {**_TENSOR, "rows": ROWS, "positions": "tensor"}
-_STAND_IN: contextvars.ContextVar[bool] = contextvars.ContextVar("stand_in", default=False)
-
-
-def on_cpus(mesh: Mesh) -> bool:
-    """Whether the mesh has CPU devices that stand in for no others."""
-    return mesh.devices.flat[0].platform == "cpu" and not _STAND_IN.get()
-
-
-def is_one_cpu(mesh: Mesh) -> bool:
-    """Whether the mesh is a single CPU device, for which some matrix products and copies have other layouts."""
-    return mesh.size == 1 and on_cpus(mesh)
-
-
-@contextlib.contextmanager
-def stand_in() -> Iterator[None]:
-    """Inside this context CPUs stand in for other devices: `on_cpus` and `is_one_cpu` are false."""
-    token = _STAND_IN.set(True)
-    try:
-        yield
-    finally:
-        _STAND_IN.reset(token)
 
 
 def mesh_sizes(section: MeshSection, count: int) -> tuple[int, int, int]:

@@ -234,8 +234,6 @@ def test_text_does_not_say_which_tokens_were_sampled(policy, sampled, figure):
 VARIANTS = {
     "float32": ({}, 1e-3),
     "bfloat16": ({"sampling_dtype": "bfloat16", "dtype": "bfloat16"}, 0.05),
-    "int8 weights": ({"sampling_dtype": "bfloat16", "dtype": "bfloat16", "int8_weights": True}, 0.3),
-    "int8 cache": ({"sampling_dtype": "bfloat16", "dtype": "bfloat16", "int8_cache": True}, 0.3),
     "LoRA": ({"sampling_dtype": "bfloat16", "dtype": "bfloat16"}, 0.05),
 }
 

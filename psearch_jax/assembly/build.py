@@ -17,7 +17,6 @@ from psearch_jax.assembly.policies import (
     first_adapters,
     load_tokenizer,
     load_weights,
-    sampled_as,
     with_adapter_shape,
 )
 from psearch_jax.assembly.programs import make_critic, make_learner, make_sampler
@@ -73,8 +72,8 @@ class Engine:
     tokenizer: Tokenizer
     path: str  # the directory of the weights; empty when they are random or come from a checkpoint
     mesh: Mesh  # of `params`
-    # Storage-sharded. In training: float32 weights or, with adapters, only their base in the dtype of `sampled_as`.
-    # Otherwise: weights in the dtype of `sampled_as`, and any adapters.
+    # Storage-sharded. In training: float32 weights or, with adapters, only their base in the sampling dtype.
+    # Otherwise: weights in the sampling dtype, and any adapters.
     params: nnx.State
     collector: Collector
     world: ClosedWorld | None  # when data.source is closed_world
@@ -82,9 +81,7 @@ class Engine:
     def sampling_copy(self) -> nnx.State:
         """The parameters in the sampler's dtype and sharding; arrays that already have both are not copied."""
         m, parts = self.config.model, lora.split_adapters(self.params)
-        return SamplingCopy(*parts, jnp.dtype(m.sampling_dtype), self.mesh, in_int8=m.int8_weights, trained=False)(
-            *parts
-        )
+        return SamplingCopy(*parts, jnp.dtype(m.sampling_dtype), self.mesh, trained=False)(*parts)
 
     def sampling_weights(self) -> SamplingWeights:
         """The policy as the sampler reads it."""
@@ -136,7 +133,7 @@ def engine(
     mesh, rollout_mesh = make_meshes(config.mesh)
     if not training:
         mesh = rollout_mesh
-    dtype = jnp.float32 if training and not config.model.lora_rank else sampled_as(config)
+    dtype = jnp.float32 if training and not config.model.lora_rank else jnp.dtype(config.model.sampling_dtype)
     loaded = params is None
     model, params, path = load_weights(config, mesh, model, params, dtype)
     if config.model.adapters and loaded and not training:
@@ -246,8 +243,6 @@ def _warn_about_rollouts(config: Config) -> None:
         return
     if config.train.staleness:
         log.warning("rollouts are sampled with older weights without a correction: set learning.importance_cap=2")
-    if config.model.int8_weights or config.model.int8_cache:
-        log.warning("rollouts are sampled in int8 without a correction: set learning.importance_cap=2 to weight them")
 
 
 def _contents(
@@ -279,7 +274,7 @@ def from_path(config: Config, path: str) -> Engine:
         return engine(replace(config, model=replace(config.model, path=path)))
     _, mesh = make_meshes(config.mesh)
     model, params, loop = checkpoint.load_params(
-        path, lambda abstract: param_shardings(abstract, STORAGE, mesh), sampled_as(config)
+        path, lambda abstract: param_shardings(abstract, STORAGE, mesh), jnp.dtype(config.model.sampling_dtype)
     )
     section = {"path": "", "adapters": "", "tokenizer": tokenizer_of(config, loop["tokenizer"])}
     if loop.get("lora"):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from psearch_jax.assembly.checks import check_run
-from psearch_jax.assembly.policies import first_adapters, load_tokenizer, load_weights, sampled_as, with_adapter_shape
+from psearch_jax.assembly.policies import first_adapters, load_tokenizer, load_weights, with_adapter_shape
 from psearch_jax.assembly.programs import training_options
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.transcripts import Row, read_rows
@@ -53,7 +53,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
             "at most that number"
         )
     mesh = make_mesh(config.mesh)
-    dtype = sampled_as(config) if m.lora_rank else jnp.float32
+    dtype = jnp.dtype(m.sampling_dtype) if m.lora_rank else jnp.float32
     model, params, path = load_weights(config, mesh, None, None, dtype)
     tokenizer = load_tokenizer(config, model, path)
     check_run(config, model, mesh, None, processes=1)

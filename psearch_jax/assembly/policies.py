@@ -17,12 +17,6 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
 
 
-def sampled_as(config: Config) -> jnp.dtype:
-    """The dtype in which to load weights that are not trained: float32 if only their copy in int8 will be kept."""
-    only_int8 = config.model.int8_weights and not config.model.lora_rank  # the base of adapters stays in memory
-    return jnp.dtype("float32" if only_int8 else config.model.sampling_dtype)
-
-
 def load_weights(
     config: Config, mesh: Mesh, model: DecoderConfig | None, params: nnx.State | None, dtype: jnp.dtype
 ) -> tuple[DecoderConfig, nnx.State, str]:

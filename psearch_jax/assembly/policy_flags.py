@@ -193,7 +193,7 @@ def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
 
 def _for_device(model: ModelSection) -> ModelSection:
     """On a CPU, samples in float32: there XLA converts all 16-bit weights to float32 in every call, in more memory."""
-    if jax.default_backend() != "cpu" or model.int8_weights:
+    if jax.default_backend() != "cpu":
         return model
     return replace(model, sampling_dtype="float32")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 import optax
@@ -11,12 +12,10 @@ from jax.sharding import Mesh
 
 from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.models import decoder
-from psearch_jax.models.attention import implementation_for
+from psearch_jax.models.backend import choose_backend
 from psearch_jax.rollout.boundary import BoundaryTables
-from psearch_jax.rollout.copy import untie_for_sampling
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplerOptions
-from psearch_jax.sharding import is_one_cpu
 from psearch_jax.train.critic import build_critic, critic_learning
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import updates_per_step
@@ -35,7 +34,6 @@ def make_sampler(
     """The sampler of a config."""
     m = config.model
     dtype = jnp.dtype(m.sampling_dtype)
-    model = untie_for_sampling(model, mesh, dtype)
     options = SamplerOptions(
         dtype=dtype,
         top_k=config.rollout.top_k,
@@ -43,19 +41,19 @@ def make_sampler(
         max_tokens_after_answer=config.rollout.max_tokens_after_answer,
         yield_share=config.rollout.yield_share,
         lora=m.lora,
-        int8_weights=m.int8_weights,
-        int8_cache=m.int8_cache,
-        unstacked_decoding=m.unstacked_decoding and (mesh.devices.flat[0].platform == "gpu" or is_one_cpu(mesh)),
         eos_continues=config.rollout.after_eos == "corrective",
     )
-    form = implementation_for(mesh, dtype)
+    backend = choose_backend(mesh, dtype, model, config.rollout.slots)
+    if not m.unstacked_decoding:
+        backend = replace(backend, unstack="never")
     return sampler_class(
-        graph=decoder.graphdef(model, dtype, attention=form, lora=m.lora, int8=m.int8_weights),
+        graph=decoder.graphdef(model, dtype, backend=backend, lora=m.lora),
         config=model,
         tables=tables,
         n_ids=n_ids,
         stop_ids=stop_ids,
         mesh=mesh,
+        backend=backend,
         options=options,
     )
 
@@ -80,7 +78,6 @@ def make_learner(
         temperature=config.rollout.temperature,
         n_ids=n_ids,
         sampling_dtype=jnp.dtype(config.model.sampling_dtype),
-        int8_sampling=config.model.int8_weights,
         on_policy=updates_per_step(config) == 1,
         base=base,
         rollout_mesh=rollout_mesh,

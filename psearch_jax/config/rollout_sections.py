@@ -35,12 +35,6 @@ class ModelSection:
         "Dtype of the sampler's weights and KV cache. On a CPU, `sampling_dtype` and `dtype` apply only to matrix "
         "products with weights; activations and KV cache are float32.",
     )
-    int8_weights: bool = setting(
-        False,
-        "Quantizes the layers' kernels to int8 for sampling. On a TPU this halves their bytes compared with 16 bits, "
-        "but the sampler differs more from the trained model (metric `logp_gap`).",
-    )
-    int8_cache: bool = setting(False, "Quantizes the KV cache to int8 for sampling, with the same drawback.")
     unstacked_decoding: bool = free(
         True,
         "On a GPU or a single CPU device, decoding copies each layer's weights into separate arrays once per call. "

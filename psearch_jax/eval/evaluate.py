@@ -204,7 +204,6 @@ def policy_settings(
     config = with_method(config)
     sections = asdict(config)
     settings = {"weights": weights_digest(params), "sampling_dtype": config.model.sampling_dtype}
-    settings |= {name: True for name in ("int8_weights", "int8_cache") if sections["model"][name]}
     settings |= {"lora_alpha": config.model.lora_alpha} if "adapters" in params else {}
     settings["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.identity).encode()).hexdigest()[:16]
     settings |= {name: sections[name] for name in ("method", "data", "rollout")}

@@ -1,4 +1,4 @@
-"""Loads and writes Hugging Face directories, with one table of names for both directions.
+"""Loads and writes Hugging Face directories.
 
 A checkpoint is config.json, generation_config.json, tokenizer files and one or more safetensors files.
 """
@@ -6,10 +6,8 @@ A checkpoint is config.json, generation_config.json, tokenizer files and one or 
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,123 +21,14 @@ from jax.sharding import PartitionSpec as P
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
+from psearch_jax.models.hf_config import TABLE, axis_sizes, find_family, read_config, write_config
 from psearch_jax.models.tensors import Tensor, TensorReader, write_files
 from psearch_jax.runtime import hub, progress
-from psearch_jax.runtime.paths import TOY_POLICY, atomic_directory, check_new, locate, read_json
+from psearch_jax.runtime.paths import TOY_POLICY, atomic_directory, check_new, locate
 from psearch_jax.types import UserError
 
-# (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters
-# without a dot between them are merged into one. `{i}` marks a name that exists once per layer, which we stack on
-# axis L.
-TABLE: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
-    (("embedding",), "model.embed_tokens.weight", "V.D", "VD"),
-    (("final_norm",), "model.norm.weight", "D", "D"),
-    (("lm_head",), "lm_head.weight", "V.D", "DV"),
-    (("layers", "attention_norm"), "model.layers.{i}.input_layernorm.weight", "D", "D"),
-    (("layers", "q_kernel"), "model.layers.{i}.self_attn.q_proj.weight", "NH.D", "DNH"),
-    (("layers", "q_bias"), "model.layers.{i}.self_attn.q_proj.bias", "NH", "NH"),
-    (("layers", "k_kernel"), "model.layers.{i}.self_attn.k_proj.weight", "KH.D", "DKH"),
-    (("layers", "k_bias"), "model.layers.{i}.self_attn.k_proj.bias", "KH", "KH"),
-    (("layers", "v_kernel"), "model.layers.{i}.self_attn.v_proj.weight", "KH.D", "DKH"),
-    (("layers", "v_bias"), "model.layers.{i}.self_attn.v_proj.bias", "KH", "KH"),
-    (("layers", "q_norm"), "model.layers.{i}.self_attn.q_norm.weight", "H", "H"),
-    (("layers", "k_norm"), "model.layers.{i}.self_attn.k_norm.weight", "H", "H"),
-    (("layers", "o_kernel"), "model.layers.{i}.self_attn.o_proj.weight", "D.NH", "NHD"),
-    (("layers", "mlp_norm"), "model.layers.{i}.post_attention_layernorm.weight", "D", "D"),
-    (("layers", "gate_kernel"), "model.layers.{i}.mlp.gate_proj.weight", "F.D", "DF"),
-    (("layers", "up_kernel"), "model.layers.{i}.mlp.up_proj.weight", "F.D", "DF"),
-    (("layers", "down_kernel"), "model.layers.{i}.mlp.down_proj.weight", "D.F", "FD"),
-)
-# By model_type: its class in transformers, and the fields of DecoderConfig that its config.json does not contain.
-FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
-    "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True, "qk_norm": False}),
-    "qwen3": ("Qwen3ForCausalLM", {"qkv_bias": False, "qk_norm": True}),
-}
 _SHARD_BYTES = 4_500_000_000
 _PIECE_BYTES = 2**26  # float32 bytes of a tensor that the host holds at a time while writing
-_NUMBERS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-)
-
-
-def read_config(directory: str | Path) -> DecoderConfig:
-    """Reads config.json (transformers 4 and 5 spell the rotary base differently) and generation_config.json.
-
-    Raises:
-      UserError: a missing file or field, or another architecture.
-    """
-    path = Path(directory) / "config.json"
-    raw = read_json(path)
-    family = raw.get("model_type")
-    if family not in [*FAMILIES]:
-        raise UserError(f"{path}: model_type is {family!r}, accepted: {', '.join(map(repr, FAMILIES))}")
-    _, options = FAMILIES[family]
-    rope: dict[str, Any] = {}
-    for field in ("rope_parameters", "rope_scaling"):  # transformers applies the second where both are given
-        values = raw.get(field) or {}
-        if not isinstance(values, dict):
-            raise UserError(f"{path}: {field} is {json.dumps(values)}, accepted: an object")
-        kind = values.get("rope_type", values.get("type", "default"))
-        if kind != "default":
-            raise UserError(f"{path}: {field} has type {kind!r}, accepted: 'default', which scales no position")
-        rope |= values
-    kinds = raw.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise UserError(f'{path}: layer_types is {json.dumps(kinds)}, accepted: a list of only "full_attention"')
-    only = {"use_sliding_window": False, "hidden_act": "silu"}
-    only |= {} if options["qkv_bias"] else {"attention_bias": False}
-    for field, value in only.items():
-        if raw.get(field) not in (None, value):
-            raise UserError(f"{path}: {field} is {json.dumps(raw[field])}, accepted: {json.dumps(value)}")
-    eos_ids = _eos_ids(path, raw)
-    try:
-        heads = int(raw["num_attention_heads"])
-        return DecoderConfig(
-            vocab_rows=int(raw["vocab_size"]),
-            width=int(raw["hidden_size"]),
-            layers=int(raw["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // max(1, heads)),
-            mlp=int(raw["intermediate_size"]),
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
-            rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            max_positions=int(raw.get("max_position_embeddings", 32_768)),
-            eos_ids=eos_ids,
-            **options,
-        )
-    except KeyError as missing:
-        raise UserError(f"{path}: field {missing} is missing") from None
-    except UserError as error:  # the sizes contradict each other
-        raise UserError(f"{path}: {error}") from None
-    except (TypeError, ValueError, OverflowError):
-        numbers = {k: raw[k] for k in _NUMBERS if k in raw and not _is_number(raw[k])}
-        raise UserError(f"{path}: found {numbers or rope}, accepted: numbers") from None
-
-
-def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """The stop ids of generation_config.json next to `path`; without it, those of the config itself."""
-    generation, eos = path.with_name("generation_config.json"), raw.get("eos_token_id")
-    if generation.is_file() and "eos_token_id" in (values := read_json(generation)):
-        path, eos = generation, values["eos_token_id"]
-    stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in stops):
-        raise UserError(f"{path}: eos_token_id is {json.dumps(eos)}, accepted: an integer, or a list of integers")
-    return tuple(stops)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def locate_recorded_model(path: str, name: str, file: str = "config.json") -> str | None:
@@ -236,7 +125,7 @@ def _part(
     reader: TensorReader, name: str, hf_axes: str, our_axes: str, index: tuple[slice, ...], config: DecoderConfig
 ) -> np.ndarray:
     """The part of a tensor that `index` over our axes selects, in the order of our axes."""
-    sizes = _sizes(config)
+    sizes = axis_sizes(config)
     groups = hf_axes.split(".")
     wanted = dict(zip(our_axes, index, strict=True))
     slices = []
@@ -292,7 +181,7 @@ def save_hf(
                 (target / name).write_bytes((tokenizer_directory / name).read_bytes())
         for name, content in (files or {}).items():
             (target / name).write_bytes(content)
-        (target / "README.md").write_text(_card(merge, _family(config), dtype, bool(files)), encoding="utf-8")
+        (target / "README.md").write_text(_card(merge, find_family(config), dtype, bool(files)), encoding="utf-8")
         write_config(target, config, dtype)
     return merge.relative_error
 
@@ -318,7 +207,7 @@ class _Merge:
         value, name = self.values[path], path[-1]
         if self.lora and name in adapters.KERNELS:
             a, b = (self._low[f"{name}_{side}"] for side in "ab")
-            value, lost, added = adapters.merged(value, a, b, layer, self.lora, self._dtype)
+            value, lost, added = adapters.merge_kernel(value, a, b, layer, self.lora, self._dtype)
             self._lost, self._added, layer = self._lost + float(lost), self._added + float(added), None
         yield from _pieces(value, layer, hf_axes, our_axes)
 
@@ -353,58 +242,9 @@ _TOKENIZER_FILES = (
 )
 
 
-def write_config(directory: Path, config: DecoderConfig, dtype: Any) -> None:
-    """Writes generation_config.json and config.json."""
-    eos = list(config.eos_ids)
-    _write_json(directory / "generation_config.json", {"do_sample": True} | ({"eos_token_id": eos} if eos else {}))
-    _write_json(directory / "config.json", _hf_config(config, np.dtype(dtype).name))
-
-
-def _family(config: DecoderConfig) -> str:
-    """The model_type of a shape."""
-    fields = asdict(config).items()
-    return next(name for name, (_, options) in FAMILIES.items() if options.items() <= fields)
-
-
-def _hf_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    family = _family(config)
-    return {
-        "architectures": [FAMILIES[family][0]],
-        "model_type": family,
-        "vocab_size": config.vocab_rows,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp,
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tied,
-        "rope_theta": config.rope_theta,  # read by transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # read by transformers 5
-        "rms_norm_eps": config.rms_eps,
-        "max_position_embeddings": config.max_positions,
-        "use_sliding_window": False,
-        "attention_dropout": 0.0,
-        "eos_token_id": config.eos_ids[0] if config.eos_ids else None,
-        "torch_dtype": dtype,
-    }
-
-
-def _sizes(config: DecoderConfig) -> dict[str, int]:
-    return {
-        "V": config.vocab_rows,
-        "D": config.width,
-        "N": config.heads,
-        "K": config.kv_heads,
-        "H": config.head_dim,
-        "F": config.mlp,
-    }
-
-
 def tensors_of(config: DecoderConfig, pieces: Callable[..., Any]) -> Iterator[Tensor]:
     """The tensors of a checkpoint; `pieces(path, layer or None, shape)` yields one in pieces along its first axis."""
-    sizes, shapes = _sizes(config), _shapes(config)
+    sizes, shapes = axis_sizes(config), _shapes(config)
     for path, hf_name, hf_axes, _ in TABLE:
         if path not in shapes:
             continue
@@ -461,7 +301,3 @@ def _slice_rows(array: jax.Array, layer: int | None, start: int, size: int, axis
     starts, sizes = [layer] + [0] * (array.ndim - 1), [1, *array.shape[1:]]
     starts[axis + 1], sizes[axis + 1] = start, size
     return jax.lax.dynamic_slice(array, starts, sizes)[0]
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

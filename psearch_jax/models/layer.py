@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from psearch_jax.config import DecoderConfig
-from psearch_jax.models import kv_cache, products, ragged, ragged_chunk
-from psearch_jax.models.attention import Implementation, causal
-from psearch_jax.models.attention.cached import MAX_DECODE_TOKENS, Keys, chunk_attention, decode
+from psearch_jax.models import kv_cache, products, ragged, workarounds
+from psearch_jax.models.attention import attend_causally
+from psearch_jax.models.attention.cached import Keys, attend_chunk, decode, decode_in_groups
+from psearch_jax.models.backend import Backend
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.sharding import constrain, fsdp_gathered
 
@@ -24,7 +25,7 @@ class LayerContext:
 
     config: DecoderConfig
     dtype: Any  # of products with weights
-    attention: Implementation
+    backend: Backend
     lora_scale: float
     positions_axis: str | None  # logical axis of the positions between layers; None: they are not split
     rotation: tuple[jax.Array, jax.Array]  # cos and sin, [B, T, H/2]
@@ -34,8 +35,7 @@ class LayerContext:
     rows: jax.Array | None  # [B] int32, rows of the cache
     segments: jax.Array | None  # [B, T] int32
     keep_kv: bool  # return the keys and values
-    by_length: bool  # attend by models/ragged.py or ragged_chunk.py, which read only the cache's real positions
-    listed: ragged.Work | None  # its work list
+    work: ragged.Work | None  # of the kernel in models/ragged.py, where the backend has it
 
 
 def layer(
@@ -55,7 +55,7 @@ def layer(
     # all rows, which added a quarter to an update's products.
     # Not for decoding: weights that are sampled from are not split over fsdp, and the constraint would keep the slice
     # of the stacked kernel from fusing with its product.
-    if "o_kernel" in w and x.shape[1] > MAX_DECODE_TOKENS:
+    if "o_kernel" in w and x.shape[1] > 1:
         w = {**w, "o_kernel": fsdp_gathered(w["o_kernel"], "heads", None, "embed")}
     eps = context.config.rms_eps
 
@@ -80,37 +80,28 @@ def layer(
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, index: jax.Array, context: LayerContext) -> jax.Array:
     """Attention [B, T, N, H] of the queries to their own row and to the cached positions before it."""
-    cache, start = context.cache, context.start
+    cache, start, backend = context.cache, context.start, context.backend
     if cache is None:
-        return causal(q, k, v, context.attention, context.segments)
-    if context.by_length and q.shape[1] <= MAX_DECODE_TOKENS:
-        return ragged.decode(q, k, v, cache, index, start, context.attention, listed=context.listed)
-    if context.by_length:
-        to_rows = (cache, index, start, context.rows, context.attention)
-        return ragged_chunk.attend(q, k, v, *to_rows, listed=context.listed)
-    k_old, v_old, *scales = kv_cache.read(cache, index, context.span, context.rows)
-    old = Keys(k_old, v_old, cache.k_transposed, *scales)
-    return (decode if q.shape[1] <= MAX_DECODE_TOKENS else chunk_attention)(q, k, v, old, start)
+        return attend_causally(q, k, v, backend.attention, context.segments)
+    if context.work is not None:
+        return ragged.attend(q, k, v, cache, index, start, context.rows, context.work)
+    is_decoding = q.shape[1] == 1
+    if is_decoding and backend.cache == "groups":
+        return decode_in_groups(q, k, v, cache, index, start)
+    old = Keys(*kv_cache.read(cache, index, context.span, context.rows))
+    return (decode if is_decoding else attend_chunk)(q, k, v, old, start)
 
 
 def _dense(
     x: jax.Array, w: Mapping[str, jax.Array], name: str, context: LayerContext, contracted: int = 1
 ) -> jax.Array:
     """x times the kernel `name`, plus its bias and its adapter if it has them."""
-    dtype = context.dtype
-    bias, scale, transposed = (w.get(f"{name}{part}") for part in ("_bias", "_kernel_scale", "_kernel_transposed"))
-    if contracted == 2 and x.shape[1] <= MAX_DECODE_TOKENS and scale is None and context.attention == "splash":
-        # Without a reshape the slice of the stacked kernel fuses with its product on a TPU, also for several tokens.
-        out = jnp.einsum("BTNH,NHD->BTD", x, w[f"{name}_kernel"].astype(dtype))
-    elif f"{name}_kernel_left" in w:
-        out = products.dense_left(x, w[f"{name}_kernel_left"], dtype, bias, contracted)
-    else:
-        out = products.dense(x, w[f"{name}_kernel"], dtype, bias, contracted, scale, transposed)
+    bias, left, is_decoding = w.get(f"{name}_bias"), f"{name}_kernel_left" in w, x.shape[1] == 1
+    kernel = w[f"{name}_kernel_left" if left else f"{name}_kernel"]
+    out = products.dense(x, kernel, context.dtype, bias, contracted, left)
     if f"{name}_kernel_a" in w:
-        # The barrier makes this another input than x: XLA for GPUs would concatenate both kernels for one product.
-        low_input = jax.lax.optimization_barrier(x) if x.shape[1] <= MAX_DECODE_TOKENS else x
-        is_cpu = context.attention == "rowwise"
-        low = products.dense(low_input, w[f"{name}_kernel_a"], x.dtype, contracted=contracted, narrow=is_cpu)
+        low_input = workarounds.separate_input(x) if is_decoding else x
+        low = products.dense(low_input, w[f"{name}_kernel_a"], x.dtype, contracted=contracted)
         out += products.dense(context.lora_scale * low, w[f"{name}_kernel_b"], x.dtype)
     return out
 

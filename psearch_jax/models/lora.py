@@ -90,7 +90,7 @@ def split_adapters(params: nnx.State) -> tuple[nnx.State, nnx.State | None]:
 
 
 @functools.partial(jax.jit, static_argnames=("lora", "dtype"))
-def merged(
+def merge_kernel(
     kernel: jax.Array, a: jax.Array, b: jax.Array, layer: jax.Array, lora: Lora, dtype: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """W + scale a b of one layer, summed in float32 and rounded to `dtype` once, for a model without adapters.

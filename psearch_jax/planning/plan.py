@@ -187,9 +187,7 @@ def make_plan(
         "prompt_pool": pool,
     }
     resident = {name: bytes_per_chip(tree) for name, tree in arrays.items()}
-    in_place = (
-        bool(lora) and mesh == rollout_mesh and not config.model.int8_weights and can_sample_in_place(abstract, mesh)
-    )
+    in_place = bool(lora) and mesh == rollout_mesh and can_sample_in_place(abstract, mesh)
     head = bytes_per_chip(stored) - bytes_per_chip(base_of_critic) if lora else 0
 
     # ---- the programs ----

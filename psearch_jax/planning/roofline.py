@@ -51,7 +51,7 @@ def decode_step_bytes(plan: Plan, config: Config, mean_length: float) -> float:
     m, mesh = plan.model, plan.rollout_mesh
     item = jnp.dtype(config.model.sampling_dtype).itemsize
     embedding = 0 if m.tied else m.vocab_rows * m.width * item / mesh["tensor"]
-    line = m.head_dim + 4 if config.model.int8_cache else m.head_dim * item  # bytes; int8 with its 4-byte scale
+    line = m.head_dim * item
     kv_heads = max(1, m.kv_heads // mesh["tensor"])
     rows = config.rollout.slots * mesh["tensor"] / math.prod(mesh.values())
     return plan.resident["sampling_copy"] - embedding + 2 * m.layers * kv_heads * line * rows * mean_length

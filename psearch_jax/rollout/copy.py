@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,32 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import DecoderConfig
-from psearch_jax.models import int8, lora
-from psearch_jax.models.transposed import multiplies_slowly_transposed, with_head
-from psearch_jax.sharding import (
-    SAMPLING,
-    STORAGE,
-    param_shardings,
-)
+from psearch_jax.models import lora
+from psearch_jax.sharding import SAMPLING, STORAGE, param_shardings
 
 
-def untie_for_sampling(config: DecoderConfig, mesh: Mesh, dtype: Any) -> DecoderConfig:
-    """The sampling copy's shape: a tied head becomes a separate matrix where products with a transpose are slow."""
-    return replace(config, tied=config.tied and not multiplies_slowly_transposed(mesh, dtype))
-
-
-def make_cast(
-    abstract: nnx.State,
-    dtype: Any,
-    mesh: Mesh,
-    rounding: Callable[..., nnx.State] | None = None,
-    regroup: bool = False,
-) -> Callable[[nnx.State], nnx.State]:
+def make_cast(abstract: nnx.State, dtype: Any, mesh: Mesh, regroup: bool = False) -> Callable[[nnx.State], nnx.State]:
     """A jitted function from stored parameters to the sampler's copy, which is split by `SAMPLING` in `mesh`.
 
-    The copy is in `dtype`, except for parameters that `rounding(copy, params)` replaces. Adapters keep their dtype:
-    the model casts them where it uses them, and rounding them twice would differ from training.
+    The copy is in `dtype`. Adapters keep their dtype: the model casts them where it uses them, and rounding them twice
+    would differ from training.
 
     Args:
       regroup: `mesh` is not the one of the parameters. Devices then first exchange parts until the copy is split by
@@ -50,7 +32,6 @@ def make_cast(
 
     def cast(params: nnx.State) -> nnx.State:
         copy = jax.tree.map(cast_one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        copy = rounding(copy, params) if rounding else copy
         if regroup:
             copy = jax.lax.with_sharding_constraint(copy, param_shardings(copy, STORAGE, mesh))
         return copy
@@ -70,15 +51,14 @@ def can_sample_in_place(abstract: nnx.State, mesh: Mesh) -> bool:
 
 
 class SamplingCopy:
-    """Makes the copy that decodes: cast once, split over `tensor` only, optionally with kernels in int8, with adapters
-    and base weights in one tree. Frozen weights are not copied if they already have the sampler's dtype and layout.
-    The copy has the form of `untie_for_sampling`.
+    """Makes the copy that decodes: cast once, split over `tensor` only, with adapters and base weights in one tree.
+
+    Frozen weights are not copied if they already have the sampler's dtype and layout.
 
     Args:
       weights, adapters: abstract or concrete; adapters are None if there are none.
       dtype: of the copy; adapters keep theirs.
       mesh: of the weights.
-      in_int8: convert the layers' kernels to int8.
       trained: the weights change, so the sampler needs a copy of them.
       rollout_mesh: the sampler's, of the same devices in the same order; default: `mesh`.
     """
@@ -90,30 +70,19 @@ class SamplingCopy:
         dtype: Any,
         mesh: Mesh,
         *,
-        in_int8: bool,
         trained: bool,
         rollout_mesh: Mesh | None = None,
     ):
         rollout_mesh = rollout_mesh or mesh
         same = rollout_mesh == mesh and all(x.dtype == dtype for x in jax.tree.leaves(weights))
-        self._in_place = same and not trained and not in_int8 and can_sample_in_place(weights, mesh)
-        rounding = int8.with_kernels if in_int8 else None
-        self._unties = "lm_head" not in weights and multiplies_slowly_transposed(mesh, dtype)
-        self._frozen_head: jax.Array | None = None
-        regroup = rollout_mesh != mesh
-        self._cast = make_cast(self._copied(weights, adapters), dtype, rollout_mesh, rounding, regroup)
+        self._in_place = same and not trained and can_sample_in_place(weights, mesh)
+        self._cast = make_cast(self._copied(weights, adapters), dtype, rollout_mesh, rollout_mesh != mesh)
 
     def __call__(self, weights: nnx.State, adapters: nnx.State | None = None) -> nnx.State:
-        if self._unties and self._in_place:
-            if self._frozen_head is None:
-                self._frozen_head = _head(weights)
-            weights = with_head(weights, self._frozen_head)
         if self._in_place and adapters is None:
             return weights
         copy = self._cast(self._copied(weights, adapters))
-        if self._in_place:
-            return lora.join_adapters(weights, copy)
-        return with_head(copy, _head(copy)) if self._unties else copy
+        return lora.join_adapters(weights, copy) if self._in_place else copy
 
     def traced(self, weights: nnx.State, adapters: nnx.State | None = None) -> jax.stages.Traced:
         """The casting program, traced for ShapeDtypeStructs."""
@@ -124,9 +93,3 @@ class SamplingCopy:
         if adapters is None:
             return weights
         return adapters if self._in_place else lora.join_adapters(weights, adapters)
-
-
-@jax.jit
-def _head(weights: nnx.State) -> jax.Array:
-    """The tied head [D, V] as a separate array."""
-    return jnp.transpose(weights["embedding"].get_value())

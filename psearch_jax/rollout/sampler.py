@@ -26,14 +26,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from psearch_jax.config import DecoderConfig, RolloutSection
-from psearch_jax.models import decoder, int8, lora, ragged
-from psearch_jax.models.attention import implementation_for
+from psearch_jax.models import decoder, lora
+from psearch_jax.models.backend import Backend
 from psearch_jax.models.buckets import buckets
 from psearch_jax.rollout.boundary import BoundaryTables
 from psearch_jax.rollout.copy import make_cast
@@ -48,13 +47,10 @@ from psearch_jax.rollout.sampler_programs import (
     YieldLimits,
     choose_at_random,
 )
-from psearch_jax.runtime import platforms
 from psearch_jax.runtime.compiling import Program
 from psearch_jax.sharding import (
     ROWS,
     SAMPLING,
-    is_one_cpu,
-    on_cpus,
     param_shardings,
     placed,
     put,
@@ -108,6 +104,7 @@ class Sampler:
       n_ids: number of token ids of the tokenizer; columns from there on are never sampled.
       stop_ids: token ids that end a message.
       mesh: rows are split over (data, fsdp), heads over tensor.
+      backend: the graph's.
       choose: samples the next token of every row; traced into `generate`.
 
     Attributes:
@@ -123,16 +120,11 @@ class Sampler:
         n_ids: int,
         stop_ids: Sequence[int],
         mesh: Mesh,
+        backend: Backend,
         options: SamplerOptions = SamplerOptions(),  # noqa: B008 (frozen)
         choose: ChooseTokens = choose_at_random,
     ):
-        self.config, self.mesh, self.options = config, mesh, options
-        dtype = options.dtype
-        activations = jnp.float32 if on_cpus(mesh) else dtype  # see models/products.py
-        self._on_one_cpu = is_one_cpu(mesh)
-        # Int8 kernels are converted at each step whatever their layout, so they are not transposed.
-        multiplies_16_bits = dtype != jnp.float32 and platforms.cpu_multiplies(dtype)
-        left_operands = self._on_one_cpu and not (options.int8_weights or multiplies_16_bits)
+        self.config, self.mesh, self.options, self._backend = config, mesh, options, backend
         states, columns = tables.next.shape
         self._programs = programs = SamplerPrograms(
             graph=graph,
@@ -140,14 +132,10 @@ class Sampler:
             options=options,
             n_ids=n_ids,
             answered_state=states,  # an extra, absorbing state that completes no tag
-            cache_dtype=jnp.int8 if options.int8_cache else activations,
-            k_transposed=mesh.devices.flat[0].platform == "cpu",  # also of stand-ins: it follows the compiler
-            left_operands=left_operands,
-            # XLA for CPUs cannot slice 16 bits: in every call it would convert the stacks of all layers to float32.
-            chunks_unstacked=self._on_one_cpu and dtype != jnp.float32 and not options.int8_weights,
+            backend=backend,
             choose=choose,
         )
-        self.by_length = ragged.applies(implementation_for(mesh, dtype), programs.k_transposed, config, mesh)
+        self.by_length = backend.cache != "span"
         stop = np.zeros(columns, bool)
         stop[list(stop_ids)] = True
         self._host_tables = StopTables(
@@ -173,7 +161,7 @@ class Sampler:
 
         On one CPU the layers are unstacked here, once for many calls. On a GPU each call of `generate` does it.
         """
-        if not (self.options.unstacked_decoding and self._on_one_cpu):
+        if self._backend.unstack != "once":
             return SamplingWeights(params, None)
         with jax.set_mesh(self.mesh):
             return SamplingWeights(params, self._unstack(params))
@@ -373,8 +361,7 @@ class Sampler:
         _, abstract = decoder.abstract_params(self.config)
         if self.options.lora:
             abstract = lora.join_adapters(abstract, lora.abstract_adapters(self.config, self.options.lora))
-        rounding = int8.with_kernels if self.options.int8_weights else None
-        params = jax.eval_shape(make_cast(abstract, self.options.dtype, self.mesh, rounding), abstract)
+        params = jax.eval_shape(make_cast(abstract, self.options.dtype, self.mesh), abstract)
         return placed(params, param_shardings(params, SAMPLING, self.mesh))
 
     @functools.cached_property

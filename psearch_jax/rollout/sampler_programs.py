@@ -18,8 +18,9 @@ from flax import nnx
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import kv_cache
 from psearch_jax.models.attention.scores import NEG_INF
+from psearch_jax.models.backend import Backend
 from psearch_jax.models.kv_cache import KVCache
-from psearch_jax.models.unstacked import Unstacked
+from psearch_jax.models.workarounds import Unstacked
 from psearch_jax.rollout import boundary, sampling
 from psearch_jax.sharding import put_rows, take_rows
 
@@ -71,14 +72,11 @@ class SamplerOptions:
     """The settings of a sampler.
 
     Attributes:
-      dtype: of the weights, except int8 kernels, and of the KV cache, which on a CPU is float32 instead.
+      dtype: of the weights, and of the KV cache, which on a CPU is float32 instead.
       top_k, top_p: sampling filters; the recorded log-probs are those before the filter.
       max_tokens_after_answer: tokens sampled after `</answer>` while waiting for a stop token.
       yield_share: `generate` yields when this share of the live rows waits.
       lora: the adapters of the graph, if it has any; `params` then holds weights and adapters.
-      int8_weights: the graph's kernels are in int8.
-      int8_cache: cached keys and values are in int8.
-      unstacked_decoding: decode from a copy of each layer's weights in separate arrays (models/unstacked.py).
       eos_continues: a row at a stop token without an answer waits for a message, as at the end of a full turn.
     """
 
@@ -88,9 +86,6 @@ class SamplerOptions:
     max_tokens_after_answer: int = 4
     yield_share: float = 1.0
     lora: Lora | None = None
-    int8_weights: bool = False
-    int8_cache: bool = False
-    unstacked_decoding: bool = False
     eos_continues: bool = False
 
 
@@ -151,9 +146,7 @@ class SamplerPrograms:
       graph: the model's static half.
       n_ids: number of token ids that may be sampled.
       answered_state: the automaton state of rows with a complete answer.
-      cache_dtype, k_transposed: how keys and values are stored.
-      left_operands: as for `Decoder.unstack`.
-      chunks_unstacked: prompts and passages read `SamplingWeights.unstacked`, not the stacks.
+      backend: the graph's.
       choose: samples the next tokens.
     """
 
@@ -162,11 +155,12 @@ class SamplerPrograms:
     options: SamplerOptions
     n_ids: int
     answered_state: int
-    cache_dtype: Any
-    k_transposed: bool
-    left_operands: bool
-    chunks_unstacked: bool
+    backend: Backend
     choose: ChooseTokens
+
+    @property
+    def cache_dtype(self) -> Any:
+        return self.backend.activations(self.options.dtype)
 
     def new_state(self, rows: int, positions: int) -> SamplerState:
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
@@ -174,7 +168,7 @@ class SamplerPrograms:
             ids=zeros((rows, positions)),
             mask=jnp.zeros((rows, positions), bool),
             logprobs=jnp.zeros((rows, positions), jnp.float32),
-            cache=KVCache.zeros(self.config, rows, positions, self.cache_dtype, self.k_transposed),
+            cache=KVCache.zeros(self.config, rows, positions, self.cache_dtype),
             length=zeros(rows),
             turn_left=zeros(rows),
             budget_end=jnp.full(rows, positions, jnp.int32),
@@ -186,14 +180,14 @@ class SamplerPrograms:
         )
 
     def unstack(self, params: nnx.State) -> Unstacked:
-        return nnx.merge(self.graph, params).unstack(self.left_operands)
+        return nnx.merge(self.graph, params).unstack()
 
     def prefill(self, weights: SamplingWeights, ids: jax.Array, n: jax.Array) -> SamplerState:
         k, v = self._keys_and_values(weights, ids)
         pool = self.new_state(*ids.shape)
         # Keys and values of pads can be NaN or infinite, and `admit` copies them past the prompt: they become zeros.
         real = (jnp.arange(ids.shape[1]) < n[:, None])[:, None, :, None]
-        cache = KVCache.of(*(jnp.where(real, x, 0) for x in (k, v)), self.cache_dtype, self.k_transposed)
+        cache = KVCache.of(*(jnp.where(real, x, 0) for x in (k, v)), self.cache_dtype)
         return replace(pool, ids=ids, length=n, cache=cache)
 
     def admit(
@@ -302,7 +296,9 @@ class SamplerPrograms:
 
     def _keys_and_values(self, weights: SamplingWeights, *inputs: Any, **rows: Any) -> tuple[jax.Array, jax.Array]:
         """Of several positions of each row; arguments as those of `Decoder.hidden`."""
-        model, unstacked = nnx.merge(self.graph, weights.params), weights.unstacked if self.chunks_unstacked else None
+        # XLA for CPUs cannot slice 16 bits: in every call it would convert the stacks of all layers to float32.
+        unstacked = weights.unstacked if self.options.dtype != jnp.float32 else None
+        model = nnx.merge(self.graph, weights.params)
         return model.hidden(*inputs, keep_kv=True, unstacked=unstacked, **rows)[1]
 
     def generate(
@@ -315,8 +311,8 @@ class SamplerPrograms:
         span: int,
     ) -> SamplerState:
         model, unstacked = nnx.merge(self.graph, weights.params), weights.unstacked
-        if unstacked is None and self.options.unstacked_decoding:
-            unstacked = model.unstack(self.left_operands)
+        if self.backend.unstack == "per_call":
+            unstacked = model.unstack()
         first_step = state.steps
 
         def keep_decoding(state: SamplerState) -> jax.Array:

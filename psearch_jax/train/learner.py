@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from psearch_jax.config import DecoderConfig, LearningSection
 from psearch_jax.models import decoder
-from psearch_jax.models.attention import implementation_for
 from psearch_jax.rl.losses import METRICS, policy_loss
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.runtime.metrics import Ratio
@@ -47,7 +46,6 @@ class Learner(Trainable):
       sampling_dtype: of the sampling copy, the reference and the base.
       on_policy: every update starts from the old policy itself, so its own forward pass gives the old log-probs;
         those of the batch are ignored.
-      int8_sampling: the sampling copy has int8 kernels.
       rollout_mesh: the sampler's; default: the same mesh.
     """
 
@@ -62,7 +60,6 @@ class Learner(Trainable):
         temperature: float,
         n_ids: int,
         sampling_dtype: Any = jnp.float32,
-        int8_sampling: bool = False,
         on_policy: bool = False,
         base: nnx.State | None = None,
         rollout_mesh: Mesh | None = None,
@@ -86,21 +83,15 @@ class Learner(Trainable):
         super().__init__(
             model, learning, optimizer, mesh, options, loss_fn=loss_fn, metrics=metrics, score_fn=score_fn, base=base
         )
-        form = implementation_for(mesh, options.dtype)
         self._reference_score_program = self._compile_score(
-            decoder.graphdef(model, options.dtype, options.remat, form, options.shard_residual)
+            decoder.graphdef(model, options.dtype, options.remat, self._backend, options.shard_residual)
         )
         _, weights = decoder.abstract_params(model)
         cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
         self._frozen = placed(cast, param_shardings(weights, STORAGE, mesh)) if options.lora else None
         parts = self._weights_and_adapters(cast, self._abstract.params)
         self._copy = SamplingCopy(
-            *parts,
-            sampling_dtype,
-            mesh,
-            in_int8=int8_sampling,
-            trained=options.lora is None,
-            rollout_mesh=rollout_mesh,
+            *parts, sampling_dtype, mesh, trained=options.lora is None, rollout_mesh=rollout_mesh
         )
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 

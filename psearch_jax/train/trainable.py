@@ -22,14 +22,13 @@ from jax.sharding import Mesh
 from psearch_jax.config import DecoderConfig, LearningSection, Lora, Remat
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
-from psearch_jax.models.attention import implementation_for, max_segments
+from psearch_jax.models.backend import choose_backend
 from psearch_jax.models.buckets import buckets, row_widths
-from psearch_jax.models.transposed import multiplies_slowly_transposed, with_transposed
 from psearch_jax.rl.batch import Place, micro_batches, padding
 from psearch_jax.runtime import progress
 from psearch_jax.runtime.compiling import Program, compile_all
 from psearch_jax.runtime.metrics import WEIGHT, Ratio
-from psearch_jax.sharding import constrain, is_one_cpu, placed, replicated, rows_sharding
+from psearch_jax.sharding import constrain, placed, replicated, rows_sharding
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
 from psearch_jax.types import MicroBatch, TrainBatch
 
@@ -134,21 +133,18 @@ class Trainable:
         self._loss_fn, self._score_fn = loss_fn, score_fn
         self._learning_rate_fn = learning_rate_fn or functools.partial(learning_rate, learning=learning)
         dtype, lora = options.dtype, options.lora
-        form = implementation_for(mesh, dtype)
-        self._transposes, self._headless = lora is not None and multiplies_slowly_transposed(mesh, dtype), values
-        self._widens = is_one_cpu(mesh) and not self._transposes
+        self._backend = backend = choose_backend(mesh, dtype, model)
         self._base, self._frozen_inputs = base, self._as_trained_on(base)
         self._graph = decoder.graphdef(
             model,
             dtype,
             options.remat,
-            form,
+            backend,
             options.shard_residual,
             lora=lora,
             values=values,
-            transposed=self._transposes,
         )
-        self._per_row = max_segments(form) if options.pack else 1
+        self._per_row = backend.max_segments if options.pack else 1
         self._widths = (buckets if self._per_row == 1 else row_widths)(options.context_tokens, options.num_buckets)
         self._learning, self._optimizer, self.mesh = learning, optimizer, mesh
         trained = adapters.abstract_trained(decoder.abstract_params(model, values)[1], model, lora)
@@ -171,13 +167,8 @@ class Trainable:
         return self._base
 
     def _as_trained_on(self, weights: nnx.State | None) -> nnx.State | None:
-        """The frozen weights as the programs take them: on a CPU, a transposed or float32 copy."""
-        if weights is None:
-            return None
-        if self._transposes:
-            return with_transposed(weights, head=not self._headless)
-        # A CPU that multiplies in float32 would otherwise convert them again for every micro-batch.
-        return jax.tree.map(lambda x: x.astype(jnp.float32), weights) if self._widens else weights
+        """The frozen weights as the programs take them; one CPU would convert them again for every micro-batch."""
+        return jax.tree.map(lambda x: x.astype(jnp.float32), weights) if self._backend.widens_frozen else weights
 
     def score(self, params: nnx.State, batch: TrainBatch, check_stop: Callable[[], None] = never_stop) -> np.ndarray:
         """The score of every token in the batch's mask; 0 elsewhere. [N, S] float32.
@@ -261,7 +252,7 @@ class Trainable:
           frozen: `base` as ShapeDtypeStructs.
         """
         rows, mesh = self._learning.micro_batch_rows, self.mesh
-        frozen = jax.eval_shape(self._as_trained_on, frozen) if self._transposes or self._widens else frozen
+        frozen = jax.eval_shape(self._as_trained_on, frozen)
         state = self._state()
         sums = jax.eval_shape(self._zero_program, state.params)
         sums = placed(sums, replace(jax.tree.map(lambda _: replicated(mesh), sums), grads=self._places.params))

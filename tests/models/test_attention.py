@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import one_device_mesh
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from psearch_jax.config import MeshSection
-from psearch_jax.models.attention import causal, implementation_for, on_each_device
+from psearch_jax.config import PRESETS, MeshSection
+from psearch_jax.models.attention import attend_causally, on_each_device
 from psearch_jax.models.attention.blocked import QUERY_BLOCK
-from psearch_jax.models.attention.cached import KEY_BLOCK, QUERY_CHUNK, Keys, chunk_attention, decode
+from psearch_jax.models.attention.cached import KEY_BLOCK, QUERY_CHUNK, Keys, attend_chunk, decode
 from psearch_jax.models.attention.cudnn import SEGMENTS
 from psearch_jax.models.attention.splash import splash_attention, splash_block, splash_width
+from psearch_jax.models.backend import FEW_ROWS, choose_backend
 from psearch_jax.models.buckets import buckets
+from psearch_jax.runtime import platforms
 from psearch_jax.sharding import AXES, make_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "configs"))
@@ -57,31 +58,21 @@ def draw(B=2, T=40, N=4, K=2, H=8, S=0, seed=0):
     return q, *kv, old
 
 
-@pytest.mark.parametrize("form", ["blocked", "rowwise"])
-@pytest.mark.parametrize("length", [1, 40, QUERY_CHUNK, QUERY_CHUNK + 1, 2 * QUERY_BLOCK + 130])
-def test_blocked_attention(length, form):
-    """A block's queries would attend to the wrong keys, or padding would be returned as output."""
+@pytest.mark.parametrize("length", [1, 40, 2 * QUERY_BLOCK + 130])
+def test_blocked_attention(length):
+    """Every query attends to the keys up to its own, with any number of blocks."""
     q, k, v, _ = draw(T=length)
-    function = jax.jit(functools.partial(causal, implementation=form))
-    np.testing.assert_allclose(function(q, k, v), plain(q, k, v), atol=2e-6)
+    np.testing.assert_allclose(jax.jit(attend_causally)(q, k, v), plain(q, k, v), atol=2e-6)
 
 
-def keys(old, transposed):
-    """A cache layer; with `transposed` the keys are transposed, as on a CPU."""
-    k, v = map(jnp.asarray, old)
-    return Keys(k.swapaxes(2, 3) if transposed else k, v, transposed)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("length", "S"), [(1, 20), (40, 20), (QUERY_CHUNK + 30, 20), (9, 2 * KEY_BLOCK + 50)])
-def test_attention_behind_a_cache(length, S, transposed):
-    """Rows of different lengths would attend to stale keys, in the first or a later block of queries or keys;
-    positions that two key blocks share would count twice."""
+def test_attention_to_a_cache(length, S):
+    """Rows of different lengths attend to their real keys only, each once, in every block of queries and keys."""
     q, k, v, old = draw(T=length, S=S, B=3)
     start = np.array([0, 13, S - 7], np.int32)
     wanted = plain(q, k, v, old, start)
-    for form in (chunk_attention, decode) if length == 1 else (chunk_attention,):
-        function = jax.jit(lambda q, k, v, old, form=form: form(q, k, v, keys(old, transposed), start))
+    for form in (attend_chunk, decode) if length == 1 else (attend_chunk,):
+        function = jax.jit(lambda q, k, v, old, form=form: form(q, k, v, Keys(*old), start))
         np.testing.assert_allclose(function(q, k, v, old), wanted, atol=2e-6)
 
 
@@ -97,12 +88,10 @@ def whole(q, k, v):
     return dense(q, k, v, np.zeros(q.shape[:2], np.int32))
 
 
-@pytest.mark.parametrize("form", ["blocked", "rowwise"])
-def test_gradients_of_blocked_attention(form):
-    """A block's recomputation in the backward pass would differ from its forward pass."""
+def test_gradients_of_blocked_attention():
+    """The recomputation in the backward pass is that of the forward pass."""
     q, k, v, _ = draw(T=QUERY_CHUNK + 70)
-    computed = gradients(functools.partial(causal, implementation=form), q, k, v)
-    for ours, wanted in zip(computed, gradients(whole, q, k, v), strict=True):
+    for ours, wanted in zip(gradients(attend_causally, q, k, v), gradients(whole, q, k, v), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-5)
 
 
@@ -131,13 +120,13 @@ def dense(q, k, v, segments):
 
 @pytest.mark.parametrize(
     ("form", "length"),
-    [("blocked", 40), ("blocked", 2 * QUERY_BLOCK + 30), ("rowwise", 2 * QUERY_BLOCK + 30), ("splash", 200)],
+    [("blocked", 40), ("blocked", 2 * QUERY_BLOCK + 30), ("splash", 200)],
 )
 def test_attention_within_segments(form, length):
     """A trajectory would attend to the one before it in its row, in values or in gradients."""
     q, k, v, _ = draw(T=length)
     segments = in_segments(length)
-    function = splash if form == "splash" else functools.partial(causal, implementation=form)
+    function = splash if form == "splash" else functools.partial(attend_causally, implementation=form)
     function = functools.partial(function, segments=segments)
     np.testing.assert_allclose(jax.jit(function)(q, k, v), plain(q, k, v, segments=segments), atol=1e-5)
     ours, wanted = (
@@ -180,7 +169,7 @@ def test_the_gpu_kernel_within_segments(monkeypatch, length, heads, kv_heads):
     real = (segments > 0)[..., None, None]
 
     def ours(q, k, v):
-        return jnp.where(real, causal(q, k, v, "cudnn", segments), 0)
+        return jnp.where(real, attend_causally(q, k, v, "cudnn", segments), 0)
 
     def defined(q, k, v):
         return jnp.where(real, dense(q, k, v, segments), 0)
@@ -195,7 +184,7 @@ def test_no_number_is_added_one_by_one(monkeypatch):
     """The transpose of a gather is a scatter, which a GPU adds with atomic operations: slow, and in any order."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_a_gpu)
     q, k, v, _ = draw(B=4, T=40, N=4, K=2, H=32)
-    attend = functools.partial(causal, implementation="cudnn", segments=rows_with_trajectories(40))
+    attend = functools.partial(attend_causally, implementation="cudnn", segments=rows_with_trajectories(40))
     traced = jax.make_jaxpr(functools.partial(gradients, attend))(q, k, v)
     assert "gather" in str(traced) and "scatter" not in str(traced)
 
@@ -217,9 +206,9 @@ def splash(q, k, v, segments=None):
 @pytest.mark.parametrize(
     ("length", "form", "dtype"),
     [
-        (100, causal, "bfloat16"),
-        (QUERY_CHUNK + 128, causal, "bfloat16"),
-        (QUERY_CHUNK + 128, causal, "float16"),
+        (100, attend_causally, "bfloat16"),
+        (QUERY_CHUNK + 128, attend_causally, "bfloat16"),
+        (QUERY_CHUNK + 128, attend_causally, "float16"),
         (QUERY_CHUNK + 128, splash, "bfloat16"),
     ],
 )
@@ -229,7 +218,7 @@ def test_sixteen_bits(length, form, dtype):
     np.testing.assert_allclose(np.asarray(form(q, k, v), np.float64), plain(q, k, v), atol=SIXTEEN)
 
 
-@pytest.mark.parametrize("form", [causal, splash])
+@pytest.mark.parametrize("form", [attend_causally, splash])
 def test_sixteen_bits_within_segments(form):
     """The same for a packed row, whose trajectories attend only to their own keys."""
     q, k, v = sixteen_bits(QUERY_CHUNK)
@@ -238,14 +227,13 @@ def test_sixteen_bits_within_segments(form):
     np.testing.assert_allclose(got, plain(q, k, v, segments=segments), atol=SIXTEEN)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("length", "form"), [(20, chunk_attention), (1, chunk_attention), (1, decode)])
-def test_sixteen_bits_behind_a_cache(length, form, transposed):
+@pytest.mark.parametrize(("length", "form"), [(20, attend_chunk), (1, attend_chunk), (1, decode)])
+def test_sixteen_bits_with_a_cache(length, form):
     """The same for scores against cached keys, which a separate product computes."""
     q, k, v = sixteen_bits(40 + length)
     old, start = [x[:, :, :40] for x in (k, v)], np.array([40], np.int32)
     q, k, v = q[:, 40:], k[:, :, 40:], v[:, :, 40:]
-    got = form(q, k, v, keys(old, transposed), start)
+    got = form(q, k, v, Keys(*old), start)
     np.testing.assert_allclose(np.asarray(got, np.float64), plain(q, k, v, old, start), atol=SIXTEEN)
 
 
@@ -263,16 +251,16 @@ def test_the_gpu_kernel():
     """cuDNN would get axes in another order, keys of other heads, or another scale than the other implementations."""
     q, k, v, _ = draw(T=300, N=4, K=2, H=64)
     low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
-    np.testing.assert_allclose(causal(*low, "cudnn").astype(np.float32), plain(q, k, v), atol=3e-2)
+    np.testing.assert_allclose(attend_causally(*low, "cudnn").astype(np.float32), plain(q, k, v), atol=3e-2)
     q, k, v = sixteen_bits(QUERY_CHUNK + 128)
-    np.testing.assert_allclose(np.asarray(causal(q, k, v, "cudnn"), np.float64), plain(q, k, v), atol=SIXTEEN)
+    np.testing.assert_allclose(np.asarray(attend_causally(q, k, v, "cudnn"), np.float64), plain(q, k, v), atol=SIXTEEN)
     q, k, v, _ = draw(B=4, T=300, N=4, K=2, H=64)
     low, segments = [x.astype(jnp.bfloat16) for x in (q, k, v)], rows_with_trajectories(300)
     real = (segments > 0)[..., None, None]
     ours, defined = (
         gradients(lambda *x, f=f: jnp.where(real, f(*x), 0).astype(jnp.float32), *x)
         for f, x in (
-            (functools.partial(causal, implementation="cudnn", segments=segments), low),
+            (functools.partial(attend_causally, implementation="cudnn", segments=segments), low),
             (functools.partial(dense, segments=segments), (q, k, v)),
         )
     )
@@ -281,7 +269,7 @@ def test_the_gpu_kernel():
         assert np.linalg.norm(x - y) < 0.03 * np.linalg.norm(y)
 
 
-@pytest.mark.parametrize("gpu", ["h100", "a100-80", "l4"])
+@pytest.mark.parametrize("gpu", ["h100"])
 def test_packed_rows_compile_for_gpus(gpu):
     """cuDNN refuses lengths together with a causal mask or grouped heads, or the gradient needs a scatter."""
     from psearch_jax.planning.targets import absent_gpus, has_gpu_compiler
@@ -295,7 +283,7 @@ def test_packed_rows_compile_for_gpus(gpu):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     def total(q, k, v, segments):
-        return jnp.sum(causal(q, k, v, "cudnn", segments).astype(jnp.float32))
+        return jnp.sum(attend_causally(q, k, v, "cudnn", segments).astype(jnp.float32))
 
     B, T, N, K, H = 2, 3072, 12, 2, 128
     arguments = of((B, T, N, H)), of((B, K, T, H)), of((B, K, T, H)), of((B, T), jnp.int32)
@@ -312,28 +300,34 @@ def mesh_of(*described):
     devices = [
         SimpleNamespace(platform=p, compute_capability=c) if c else SimpleNamespace(platform=p) for p, c in described
     ]
-    return SimpleNamespace(devices=np.array(devices).reshape(1, -1, 1))
+    return SimpleNamespace(devices=np.array(devices).reshape(1, -1, 1), size=len(devices), shape={"tensor": 1})
 
 
-def test_the_form_follows_the_device():
-    """A GPU without the kernel would be asked for it: a run on a T4 (configs/colab.py) would end in prefill."""
-    t4, a100, b200, amd, tpu = ("gpu", "7.5"), ("gpu", "8.0"), ("gpu", "10.0"), ("gpu", "gfx942"), ("tpu", None)
-    for devices, wanted in (
-        ([t4], "blocked"),
-        ([a100], "cudnn"),
-        ([b200], "cudnn"),
-        ([a100, t4], "blocked"),  # one program for all devices
-        ([amd], "blocked"),
-        ([tpu, tpu], "splash"),
-        ([("cpu", None)], "rowwise"),
+def test_the_backend_follows_the_devices(monkeypatch):
+    """A device is never asked for a kernel that it lacks, such as a T4 (configs/colab.py) for cuDNN's."""
+    t4, a100, amd, tpu, cpu = ("gpu", "7.5"), ("gpu", "8.0"), ("gpu", "gfx942"), ("tpu", None), ("cpu", None)
+    shape = PRESETS["7b"]
+    for devices, attention, cache in (
+        ([t4], "blocked", "span"),
+        ([a100], "cudnn", "span"),
+        ([a100, t4], "blocked", "span"),  # one program for all devices
+        ([amd], "blocked", "span"),
+        ([tpu, tpu], "splash", "kernel"),
+        ([cpu], "blocked", "groups"),
     ):
-        for dtype in ("bfloat16", "float16"):
-            assert implementation_for(mesh_of(*devices), dtype) == wanted, devices
-        assert implementation_for(mesh_of(*devices), "float32") == ("rowwise" if wanted == "rowwise" else "blocked")
-    section = importlib.import_module("colab").get_config().model
-    assert {implementation_for(mesh_of(t4), section[name]) for name in ("dtype", "sampling_dtype")} == {"blocked"}
-    here = {"cpu": "rowwise", "gpu": "cudnn", "tpu": "splash"}[jax.devices()[0].platform]
-    assert implementation_for(one_device_mesh(), jnp.bfloat16) in (here, "blocked")
+        backend = choose_backend(mesh_of(*devices), "bfloat16", shape)
+        assert (backend.attention, backend.cache) == (attention, cache), devices
+        assert choose_backend(mesh_of(*devices), "float32", shape).attention == "blocked"
+        assert backend.activations("bfloat16") == ("float32" if devices == [cpu] else "bfloat16")
+        assert (backend.unstack == "per_call") == (devices[0][0] == "gpu")
+    assert choose_backend(mesh_of(tpu), "bfloat16", PRESETS["0.5b"]).cache == "span"  # heads of 64
+    split = SimpleNamespace(**{**vars(mesh_of(tpu)), "shape": {"tensor": 8}})  # a device lacks keys of its queries
+    assert choose_backend(split, "bfloat16", shape).cache == "span"
+    monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: False)
+    few, many = (choose_backend(mesh_of(cpu), "float32", shape, rows) for rows in (FEW_ROWS, FEW_ROWS + 1))
+    assert few.kernels_left and few.unstack == "once"
+    assert not many.kernels_left and many.unstack == "never"
+    assert choose_backend(mesh_of(cpu, cpu), "float32", shape).unstack == "never"
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(16, 2, 4), (28, 4, 4), (28, 4, 7), (12, 2, 1), (6, 3, 2)])

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from psearch_jax.config import Lora, MeshSection
 from psearch_jax.models import decoder
+from psearch_jax.models.backend import Backend
 from psearch_jax.models.lora import abstract_adapters
 from psearch_jax.planning.targets import tpu_target
 from psearch_jax.sharding import STORAGE, make_mesh, param_shardings, placed
@@ -60,7 +61,7 @@ def test_the_kernel_runs_again_where_all_is_computed_anew():
 
     def kernels(remat):
         def loss(params, ids):
-            model = nnx.merge(decoder.graphdef(config, jnp.bfloat16, remat, "splash"), params)
+            model = nnx.merge(decoder.graphdef(config, jnp.bfloat16, remat, Backend("splash")), params)
             return jnp.sum(model.hidden(ids)[0].astype(jnp.float32))
 
         with jax.set_mesh(mesh):
@@ -80,7 +81,7 @@ def test_gradients_of_weights_are_summed_in_float32():
     ids = jax.ShapeDtypeStruct((8, positions), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
 
     def loss(params, ids):
-        model = nnx.merge(decoder.graphdef(config, jnp.bfloat16, "dots", "splash"), params)
+        model = nnx.merge(decoder.graphdef(config, jnp.bfloat16, "dots", Backend("splash")), params)
         return jnp.sum(model.hidden(ids)[0].astype(jnp.float32) ** 2)
 
     with jax.set_mesh(mesh):

@@ -13,7 +13,7 @@ from helpers import make_sampler, random_params, tiny_config
 from jax.sharding import AbstractMesh, AxisType
 
 from psearch_jax.config import PRESETS, DecoderConfig
-from psearch_jax.models import decoder, kv_cache, vocabulary
+from psearch_jax.models import decoder, kv_cache
 from psearch_jax.models.hf import load_hf
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.layer import gated
@@ -200,29 +200,6 @@ def test_logprobs_and_entropy_by_chunks_equal_the_whole_table():
     assert np.all(np.asarray(model.logits(hidden, 0.7, 400))[..., 400:] < -1e29)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_logprobs_by_blocks_of_the_vocabulary_are_those_of_all_at_once(tied, monkeypatch):
-    """The running softmax of a CPU loses a block, or a block without any token makes it NaN."""
-    assert vocabulary.n_blocks(151936) == 16  # of Qwen2.5
-    monkeypatch.setattr(vocabulary, "BLOCK", 60)
-    assert vocabulary.n_blocks(416) == 8 and vocabulary.n_blocks(151936) > 2000
-    config, rng = tiny_config(tied=tied), np.random.default_rng(5)
-    params = random_params(config, scale=0.3)
-    ids, wanted = rng.integers(0, 300, (2, 13)).astype(np.int32), rng.random((2, 13)) < 0.7
-
-    def loss(params, form):
-        model = nnx.merge(decoder.graphdef(config, jnp.float32, attention=form), params)
-        chosen, entropy = model.logprobs(model.hidden(ids)[0], ids, 0.7, 300, wanted, chunk=4)
-        return jnp.sum(jnp.sin(chosen) + entropy**2), (chosen, entropy)
-
-    evaluated = [
-        jax.jit(jax.value_and_grad(functools.partial(loss, form=form), has_aux=True))(params)
-        for form in ("blocked", "rowwise")
-    ]
-    for x, y in zip(*map(jax.tree.leaves, evaluated), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=3e-5 * np.abs(x).max())
-
-
 def test_the_gradient_of_swiglu_is_that_of_its_formula():
     """A wrong term in the derivative: training still descends, but not along the gradient."""
     gate, up, weights = (2 * jax.random.normal(jax.random.key(i), (5, 7)) for i in range(3))
@@ -262,15 +239,14 @@ def test_recomputation_changes_no_gradient():
             assert relative(x, y) < 1e-5
 
 
-@pytest.mark.parametrize("form", ["blocked", "rowwise"])
-def test_what_remat_computes_anew(form):
+def test_what_remat_computes_anew():
     """remat="dots" recomputes attention, not only cheap operations: a fifth of the update time of a long row."""
     config, ids = tiny_config(), np.zeros((2, 130), np.int32)
     params = random_params(config)
 
     def computed(remat):
         def loss(params):
-            model = nnx.merge(decoder.graphdef(config, jnp.float32, remat, form), params)
+            model = nnx.merge(decoder.graphdef(config, jnp.float32, remat), params)
             return jnp.sum(model.hidden(ids)[0])
 
         return str(jax.make_jaxpr(jax.grad(loss))(params)).count(" exp ")

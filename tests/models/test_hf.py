@@ -95,27 +95,21 @@ def test_bfloat16_export_keeps_every_value_rounded(tmp_path, tiny_tokenizer):
     assert_equal_params(loaded, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params))
 
 
-def test_an_existing_directory_is_never_overwritten(exported, tmp_path):
-    """A second export mixes its files with those of the first."""
-    config = tiny_config()
+def test_a_refused_or_failed_export_changes_nothing(exported, tmp_path):
+    """An existing directory is not written to, and a failed export leaves no directory that looks like a model."""
+    config, out = tiny_config(), tmp_path / "out"
     (tmp_path / "taken").mkdir()
     with pytest.raises(UserError, match="taken: exists already"):
         save_hf(random_params(config), config, exported, tmp_path / "taken")
-
-
-def test_a_failed_export_leaves_nothing(exported, tmp_path):
-    """A failed export leaves a half-written directory that looks like a model."""
-    config = tiny_config()
-    wrong = random_params(tiny_config(mlp=32))
     with pytest.raises(UserError, match="down_kernel: found shape"):
-        save_hf(wrong, config, exported, tmp_path / "out")
+        save_hf(random_params(tiny_config(mlp=32)), config, exported, out)
     with pytest.raises(UserError, match="k_norm: found shape None, the config asks for"):
-        save_hf(random_params(config), replace(config, qk_norm=True), exported, tmp_path / "out")
+        save_hf(random_params(config), replace(config, qk_norm=True), exported, out)
     gone = random_params(config)
     dict(nnx.to_flat_state(gone))["layers", "up_kernel"].get_value().delete()  # reached in the middle of the file
     with pytest.raises(RuntimeError):
-        save_hf(gone, config, exported, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+        save_hf(gone, config, exported, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def edited(exported, tmp_path, change):
@@ -138,27 +132,26 @@ def refused(directory, *words) -> None:
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
-def test_a_missing_tensor_is_refused(exported, tmp_path):
-    """Random weights silently stay in place of a missing tensor and ruin the run."""
-    refused(edited(exported, tmp_path, lambda w: w.pop(NAME)), NAME, "weights are missing", "damaged: ")
+def add_layer(weights):
+    weights["model.layers.2.mlp.up_proj.weight"] = weights[NAME]
 
 
-def test_an_unknown_tensor_is_refused(exported, tmp_path):
-    """A tensor that is never loaded means that the checkpoint has another architecture."""
-
-    def add(weights):
-        weights["model.layers.2.mlp.up_proj.weight"] = weights[NAME]
-
-    refused(edited(exported, tmp_path, add), "model.layers.2.mlp.up_proj.weight", "unknown", "model.safetensors")
+def transpose(weights):
+    weights[NAME] = np.ascontiguousarray(weights[NAME].T)
 
 
-def test_a_wrong_shape_is_refused(exported, tmp_path):
-    """A reshape accepts a transposed tensor with the same number of entries."""
-
-    def transpose(weights):
-        weights[NAME] = np.ascontiguousarray(weights[NAME].T)
-
-    refused(edited(exported, tmp_path, transpose), NAME, "(32, 64)", "(64, 32)", "model.safetensors")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda weights: weights.pop(NAME), [NAME, "weights are missing", "damaged: "]),
+        (add_layer, ["model.layers.2.mlp.up_proj.weight", "unknown", "model.safetensors"]),
+        (transpose, [NAME, "(32, 64)", "(64, 32)", "model.safetensors"]),
+    ],
+    ids=["missing", "unknown", "transposed"],
+)
+def test_other_tensors_are_refused(exported, tmp_path, change, words):
+    """Weights that do not match config.json are named with their file, and never loaded or left random."""
+    refused(edited(exported, tmp_path, change), *words)
 
 
 @pytest.mark.parametrize("size", [0, 5, 300, -100], ids=["empty", "stub", "header-cut", "tail-cut"])

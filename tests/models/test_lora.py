@@ -17,6 +17,7 @@ from runs import command, final_params, metrics_without_clocks, run, small_confi
 from psearch_jax.assembly import build
 from psearch_jax.config import Lora
 from psearch_jax.models import decoder, hf, lora
+from psearch_jax.models.backend import Backend
 from psearch_jax.sharding import AXES, STORAGE, param_shardings
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.train.trainer import train_step
@@ -47,7 +48,7 @@ def merged(base, adapters, dtype=jnp.float32) -> nnx.State:
         if path[-1] not in lora.KERNELS:
             return variable
         stacks = variable.get_value(), low[f"{path[-1]}_a"], low[f"{path[-1]}_b"]
-        layers = [lora.merged(*stacks, layer, ADAPTERS, jnp.dtype(dtype))[0] for layer in range(CONFIG.layers)]
+        layers = [lora.merge_kernel(*stacks, layer, ADAPTERS, jnp.dtype(dtype))[0] for layer in range(CONFIG.layers)]
         return variable.replace(jnp.stack(layers))
 
     return nnx.from_flat_state({path: value(path, variable) for path, variable in nnx.to_flat_state(base)})
@@ -67,7 +68,7 @@ def test_a_merged_kernel_is_w_plus_scale_a_b(pair):
         expected = kernel + delta.reshape(kernel.shape)
         np.testing.assert_allclose(combined["layers"][name], expected, atol=1e-5)
         stacks = before["layers"][name], low[f"{name}_a"], low[f"{name}_b"]
-        rounded, lost, added = lora.merged(*stacks, 1, ADAPTERS, jnp.dtype("bfloat16"))
+        rounded, lost, added = lora.merge_kernel(*stacks, 1, ADAPTERS, jnp.dtype("bfloat16"))
         error = np.asarray(rounded, np.float64) - expected[1]
         assert float(lost) == pytest.approx(float(np.sum(error**2)), rel=0.01)
         assert float(added) == pytest.approx(float(np.sum(delta[1] ** 2)), rel=1e-4)
@@ -90,11 +91,12 @@ def test_the_live_model_is_the_merged_one(family):
 
 def test_layers_apart_keep_their_adapters(pair):
     """A GPU that decodes without the adapters, or with those of another layer, samples from another policy."""
-    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32, lora=ADAPTERS), lora.join_adapters(*pair))
     ids = np.random.default_rng(0).integers(0, 400, (3, 1)).astype(np.int32)
-    wanted, kept = model.hidden(ids, keep_kv=True)
-    for left in (False, True):
-        ours, ours_kept = model.hidden(ids, keep_kv=True, unstacked=model.unstack(left))
+    for backend in (Backend(unstack="per_call"), Backend(unstack="once", kernels_left=True)):
+        graph = decoder.graphdef(CONFIG, jnp.float32, backend=backend, lora=ADAPTERS)
+        model = nnx.merge(graph, lora.join_adapters(*pair))
+        wanted, kept = model.hidden(ids, keep_kv=True)
+        ours, ours_kept = model.hidden(ids, keep_kv=True, unstacked=model.unstack())
         for x, y in zip((ours, *ours_kept), (wanted, *kept), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
 

@@ -77,42 +77,29 @@ def check_run(workdir: Path, summary: dict, bound: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [16, 8])
-def test_a_run_in_bfloat16(tiny_policy, tmp_path, no_warm_up, bits, caplog):
-    """Tests in float32 say little about the dtype that every accelerator trains in, or about an int8 sampling copy
-    that is rebuilt in each step. A run with such a copy but no importance weights must get a warning."""
+def test_a_run_in_bfloat16(tiny_policy, tmp_path, no_warm_up):
+    """The dtype that every accelerator trains in: float32 parameters learn, and no update is skipped."""
     changes = {"model.dtype": "bfloat16", "model.sampling_dtype": "bfloat16"}
-    if bits == 8:
-        changes |= {"model.int8_weights": True, "model.int8_cache": True}
     run = build.training_run(small_config(tiny_policy, **{**BRIEF, **changes}))
-    assert (bits == 8) == ("learning.importance_cap=2" in caplog.text)
     run.reward = by_parity
     run.begin()
     assert {x.dtype.name for x in jax.tree.leaves(run.state.params)} == {"float32"}
-    check_run(tmp_path, trainer.train(run, tmp_path), 0.02 if bits == 16 else 0.06)
+    check_run(tmp_path, trainer.train(run, tmp_path), 0.02)
 
 
 def test_what_is_only_sampled_from_is_held_once(tiny_policy, monkeypatch):
     """A 7B policy that is only sampled, held on a GPU in float32 and again in 16 bits: 42 GB instead of 14."""
     monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: True)
 
-    def params(dtype: str, **changes) -> tuple[nnx.State, nnx.State]:
-        parts = build.from_path(
-            small_config(tiny_policy, **{"model.sampling_dtype": dtype, **changes}), str(tiny_policy)
-        )
+    def params(dtype: str) -> tuple[nnx.State, nnx.State]:
+        parts = build.from_path(small_config(tiny_policy, **{"model.sampling_dtype": dtype}), str(tiny_policy))
         return parts.params, parts.sampling_copy()
 
     full, copy = params("float32")
     held, used = params("bfloat16")
-    flat = [item for item in nnx.to_flat_state(used) if item[0] != ("lm_head",)]  # a CPU also has it as [D, V]
-    assert len(flat) + 1 == len(nnx.to_flat_state(used))
-    used = nnx.from_flat_state(flat)
     for kept, own, sampled, exact in zip(*map(jax.tree.leaves, (held, copy, used, full)), strict=True):
         assert sampled is kept and own is exact and kept.dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(kept), np.asarray(exact.astype(jnp.bfloat16)))
-    rounded, used = params("bfloat16", **{"model.int8_weights": True})  # rounded once, from the trained weights
-    assert {x.dtype.name for x in jax.tree.leaves(rounded)} == {"float32"}
-    assert "int8" in {x.dtype.name for x in jax.tree.leaves(used)}
 
 
 @pytest.mark.slow
@@ -172,7 +159,7 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
     def by_sampler() -> np.ndarray:
         weights = sampler.weights(learner.sampling_copy(state.params))
         cache = sampler.prefill(weights, prompts, np.full(rows, width, np.int32)).cache
-        return as_array(cache.k.swapaxes(3, 4) if cache.k_transposed else cache.k, cache.v)[..., :width, :]
+        return as_array(cache.k, cache.v)[..., :width, :]
 
     trained = jax.jit(
         lambda params: nnx.merge(learner._graph, learner._frozen_inputs, params).hidden(prompts, keep_kv=True)[1]

@@ -229,9 +229,8 @@ def test_peaks_are_those_of_the_card(kind, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("int8", [False, True])
-def test_decoding_neither_gathers_weights_nor_copies_the_cache(target, int8):
-    model = {"path": "", "preset": "0.5b", "int8_weights": int8, "int8_cache": int8}
+def test_decoding_neither_gathers_weights_nor_copies_the_cache(target):
+    model = {"path": "", "preset": "0.5b"}
     config = config_file("qwen7b", model=model, mesh={"tensor": 2}, rollout=SHORT | {"slots": 128})
     mesh, r = make_mesh(config.mesh, target.devices), config.rollout
     sampler = bare_sampler(config, model_shape(config), mesh)

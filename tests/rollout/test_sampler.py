@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from helpers import ScriptedSampler, make_learner, make_sampler, random_params, started, tiny_config
 
-from psearch_jax.models import decoder, int8
+from psearch_jax.models import decoder
 from psearch_jax.rollout.sampler import SamplerShapes
 from psearch_jax.rollout.sampler_programs import SamplerState, SamplingWeights, Status
 from psearch_jax.runtime.compiling import CompilationCounter, compile_all
@@ -34,15 +34,6 @@ def scripted(tiny_tokenizer):
 @pytest.fixture(scope="module")
 def sampler(tiny_tokenizer):
     return make_sampler(tiny_tokenizer, CONFIG)
-
-
-@pytest.fixture(scope="module", params=["float32", "int8"])
-def either(request, tiny_tokenizer, sampler, weights):
-    """A sampler and its weights: in float32, or with int8 weights and an int8 cache."""
-    if request.param == "float32":
-        return sampler, weights
-    int8_sampler = make_sampler(tiny_tokenizer, CONFIG, int8_weights=True, int8_cache=True)
-    return int8_sampler, SamplingWeights(int8.with_kernels(weights.params, weights.params), None)
 
 
 def fetch(state):
@@ -184,9 +175,8 @@ def test_sampled_logprobs_are_the_trainers(tiny_tokenizer, sampler, weights, tem
     assert np.all(state.logprobs[~state.mask] == 0)
 
 
-def test_a_rollout_alone_is_bit_equal(either):
+def test_a_rollout_alone_is_bit_equal(sampler, weights):
     """A result that depends on neighbouring rows cannot be replayed or debugged."""
-    sampler, weights = either
     rows, chunks = prompts(), ragged_chunks()
     together = rollout(sampler, weights, rows, KEYS, chunks)
     for b, slot in ((2, 2), (5, 0)):
@@ -236,12 +226,7 @@ def check_rows(a, b, rows, rounding: float = 0.0) -> None:
         np.testing.assert_array_equal(getattr(a, name)[rows], getattr(b, name)[rows], err_msg=name)
     np.testing.assert_allclose(a.logprobs[rows], b.logprobs[rows], rtol=0, atol=rounding)
     for mine, theirs in ((a.cache.k, b.cache.k), (a.cache.v, b.cache.v)):
-        if mine.dtype == np.int8:  # a value between two integers may round to either
-            np.testing.assert_allclose(
-                mine[:, rows].astype(int), theirs[:, rows].astype(int), rtol=0, atol=rounding > 0
-            )
-        else:
-            np.testing.assert_allclose(mine[:, rows], theirs[:, rows], rtol=0, atol=rounding)
+        np.testing.assert_allclose(mine[:, rows], theirs[:, rows], rtol=0, atol=rounding)
 
 
 def test_an_extension_forgets_half_a_tag(tiny_tokenizer, scripted, weights):
@@ -271,7 +256,7 @@ def test_an_extension_past_the_end_is_dropped_and_overwrites_nothing(scripted, w
         assert again.ids[b, 12 : 12 + added].tolist() == ids[b, :added].tolist()
         assert not again.ids[b, 12 + added :].any() and not again.mask[b].any()
     assert again.status.tolist() == [Status.CONTEXT_FULL, Status.CONTEXT_FULL, Status.RUNNING]
-    new, old = ((c.v, c.k.swapaxes(3, 4) if c.k_transposed else c.k) for c in (again.cache, before.cache))
+    new, old = ((c.v, c.k) for c in (again.cache, before.cache))
     for x, y in zip(new, old, strict=True):
         np.testing.assert_array_equal(x[:, :, :, :11], y[:, :, :, :11])
         assert np.abs(x[:, 0, :, 11:15]).min() > 0 and np.all(x[:, 0, :, 15] == 0)
@@ -289,9 +274,8 @@ def test_empty_rows_make_no_nan(sampler, weights):
     assert not state.mask[empty].any() and not state.ids[empty].any()
 
 
-def test_a_refilled_slot_is_like_a_fresh_one(either):
+def test_a_refilled_slot_is_like_a_fresh_one(sampler, weights):
     """The next rollout in a slot must never attend to keys that the last one left there."""
-    sampler, weights = either
     rows, chunks = prompts(), ragged_chunks()
     fresh = rollout(sampler, weights, rows, KEYS, chunks)
     used = on_device(rollout(sampler, weights, rows[::-1], KEYS + 50, ragged_chunks(9)))
@@ -303,10 +287,9 @@ def test_a_refilled_slot_is_like_a_fresh_one(either):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(either, poison):
+def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(sampler, weights, poison):
     """A masked position contributes 0 times its value: a NaN would end every later rollout of the slot, and no metric
     would show it."""
-    sampler, weights = either
 
     def of(x):  # an integer is always finite, so its scale is poisoned instead
         return jnp.asarray(poison if jnp.issubdtype(x.dtype, jnp.floating) else 1, x.dtype)
@@ -411,9 +394,8 @@ def test_decoding_yields_when_half_of_the_rows_wait(
     assert state.status[:4].tolist() == expected and state.steps == steps
 
 
-def test_rows_picked_out_of_order_are_extended_as_in_place(either):
+def test_rows_picked_out_of_order_are_extended_as_in_place(sampler, weights):
     """Passages appended to another row than the one that searched, or a padding row that overwrites a real one."""
-    sampler, weights = either
     chunk = ragged_chunks()[0]
     state = sampler.generate(weights, started(sampler, weights, prompts(), KEYS, S, TURN), 1.0)
     before = fetch(state)
@@ -436,13 +418,12 @@ def test_a_shorter_span_of_the_cache_changes_no_rollout(sampler, weights):
     assert spans[0].length.max() > 20
 
 
-@pytest.mark.parametrize("once", [False, True], ids=["in every call, as on a GPU", "once, as on a CPU"])
-def test_unstacked_layers_change_no_rollout(tiny_tokenizer, either, once):
-    """Decoding from each layer's own arrays samples the same tokens as from the stacks."""
-    sampler, weights = either
-    extra = {"int8_weights": True, "int8_cache": True} if sampler.new_state(1, 32).cache.k_scale is not None else {}
-    unstacking = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True, **extra)
-    unstacked = unstacking.weights(weights.params) if once else weights
+@pytest.mark.parametrize("unstack", ["per_call", "once"])
+def test_unstacked_layers_change_no_rollout(tiny_tokenizer, sampler, weights, unstack):
+    """Decoding from each layer's own arrays, as on a GPU and on a CPU, samples the tokens that the stacks give."""
+    unstacking = make_sampler(tiny_tokenizer, CONFIG, unstack=unstack)
+    unstacked = unstacking.weights(weights.params)
+    assert (unstacked.unstacked is None) == (unstack == "per_call")
     states = [
         fetch(each.generate(w, started(each, weights, prompts(), KEYS, S, TURN), 1.0))
         for each, w in ((sampler, weights), (unstacking, unstacked))
@@ -454,7 +435,7 @@ def test_unstacked_layers_change_no_rollout(tiny_tokenizer, either, once):
 
 def test_compiled_programs_are_those_of_the_calls(tiny_tokenizer, weights):
     """Calls compile nothing after `programs` were compiled, also with the unstacked weights of a CPU."""
-    sampler = make_sampler(tiny_tokenizer, CONFIG, unstacked_decoding=True)
+    sampler = make_sampler(tiny_tokenizer, CONFIG, unstack="once")
     weights = sampler.weights(weights.params)
     compile_all(sampler.programs(SamplerShapes(B, S, B, B, (12,), (C,), (S,)), weights, suspends=True))
     counter = CompilationCounter()

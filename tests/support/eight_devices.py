@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -12,10 +13,11 @@ from flax import nnx
 from helpers import QWEN3, random_params, started, tiny_config
 
 from psearch_jax.config import DecoderConfig, LearningSection, Lora, MeshSection
-from psearch_jax.models import attention, decoder, lora, ragged, ragged_chunk
+from psearch_jax.models import attention, decoder, lora, ragged
 from psearch_jax.models.attention import cached
 from psearch_jax.models.attention.cudnn import cudnn_attention
 from psearch_jax.models.attention.splash import splash_attention
+from psearch_jax.models.backend import choose_backend
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rl.batch import mini_batches
 from psearch_jax.rollout import sampling
@@ -47,7 +49,7 @@ def rollouts(sampler: Sampler, params: nnx.State, temperature: float = 1.0):
     state = sampler.generate(weights, started(sampler, weights, prompts, keys, S, 10), temperature)
     ids, n = rng.integers(0, 256, (B, 8)).astype(np.int32), rng.integers(0, 9, B).astype(np.int32)
     state = sampler.generate(weights, sampler.extend(weights, state, ids, n, 10), temperature)
-    return jax.tree.map(np.asarray, jax.device_get(state))
+    return jax.tree.map(np.asarray, replace(state, key=jax.random.key_data(state.key)))
 
 
 def check_kernels(mesh) -> None:
@@ -67,43 +69,46 @@ def check_kernels(mesh) -> None:
     for kernel, marks in ((splash, ()), (cudnn_attention, ()), (cudnn_attention, (numbered,))):
         with jax.set_mesh(mesh), mock.patch.object(jax.nn, "dot_product_attention", instead):
             ours = jax.jit(functools.partial(attention.on_each_device, kernel))(q, k, v, *marks)
-        np.testing.assert_allclose(ours, attention.causal(q, k, v, segments=marks[0] if marks else None), atol=1e-5)
+        np.testing.assert_allclose(
+            ours, attention.attend_causally(q, k, v, segments=marks[0] if marks else None), atol=1e-5
+        )
     segments = np.sort(rng.integers(0, 3, (B, 130)).astype(np.int32))
     with jax.set_mesh(mesh):
         ours = jax.jit(functools.partial(attention.on_each_device, splash))(q, k, v, segments)
-    wanted = attention.causal(q, k, v, segments=segments)
+    wanted = attention.attend_causally(q, k, v, segments=segments)
     np.testing.assert_allclose(ours, wanted, atol=1e-5)
-    with jax.set_mesh(mesh):
-        ours = jax.jit(functools.partial(attention.causal, implementation="rowwise"))(q, k, v, segments=segments)
-    np.testing.assert_allclose(ours, wanted, atol=1e-5)
-    if mesh.shape["tensor"] > 2:  # not used where `tensor` does not divide the kv heads (models/ragged.py)
+    if mesh.shape["tensor"] > 2:  # not used where `tensor` does not divide the kv heads (models/backend.py)
         return
-    chunk = q[:, :20], k[:, :, :20], v[:, :, :20]
-    q, k, v = q[:, :1], k[:, :, :1], v[:, :, :1]
     cache = KVCache(*(rng.normal(size=(2, B, 2, 64, 16)).astype(np.float32) for _ in range(2)))
     start = rng.integers(0, 65, B).astype(np.int32)
-    wanted = cached.decode(q, k, v, cached.Keys(cache.k[1], cache.v[1]), start)
-    across = KVCache(cache.k.swapaxes(3, 4), cache.v, True)
-    for form, one in (("splash", cache), ("cudnn", cache), ("rowwise", across)):  # as on a TPU, a GPU and a CPU
-        decode = functools.partial(ragged.decode, implementation=form, interpret=True)
-        with jax.set_mesh(mesh):
-            ours = jax.jit(decode)(q, k, v, one, np.int32(1), start)
-        np.testing.assert_allclose(ours, wanted, atol=1e-5)
     # Each device's rows in reverse order.
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     rows = np.arange(B, dtype=np.int32).reshape(parts, -1)[:, ::-1].reshape(-1)
-    wanted = cached.chunk_attention(*chunk, cached.Keys(cache.k[1][rows], cache.v[1][rows]), start)
-    for form in ("splash", "cudnn"):
-        attend = functools.partial(ragged_chunk.attend, form=form, interpret=True)
-        with jax.set_mesh(mesh):
-            ours = jax.jit(attend)(*chunk, cache, np.int32(1), start, rows)
-        np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    token, chunk = ((q[:, :T], k[:, :, :T], v[:, :, :T]) for T in (1, 20))
+
+    def by_kernel(q, k, v, rows):
+        work = ragged.list_work(start, cache, q.shape[1], q.shape[2])
+        return ragged.attend(q, k, v, cache, np.int32(1), start, rows, work, interpret=True)
+
+    old = cached.Keys(cache.k[1], cache.v[1])
+    wanted = cached.decode(*token, old, start)
+    with jax.set_mesh(mesh):
+        in_groups = jax.jit(cached.decode_in_groups)(*token, cache, np.int32(1), start)
+        ours = jax.jit(functools.partial(by_kernel, rows=None))(*token)
+    np.testing.assert_allclose(in_groups, wanted, atol=1e-5)
+    np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    with jax.set_mesh(mesh):
+        ours = jax.jit(functools.partial(by_kernel, rows=rows))(*chunk)
+    wanted = cached.attend_chunk(*chunk, cached.Keys(cache.k[1][rows], cache.v[1][rows]), start)
+    np.testing.assert_allclose(ours, wanted, atol=1e-5)
 
 
-def make_sampler(config: DecoderConfig, mesh, **options) -> Sampler:
+def make_sampler(config: DecoderConfig, mesh, unstack="never", **options) -> Sampler:
     settings = SamplerOptions(**options)
+    backend = replace(choose_backend(mesh, settings.dtype, config), unstack=unstack, kernels_left=False)
     return Sampler(
-        graph=decoder.graphdef(config, settings.dtype, lora=settings.lora, int8=settings.int8_weights),
+        graph=decoder.graphdef(config, settings.dtype, backend=backend, lora=settings.lora),
+        backend=backend,
         config=config,
         tables=build_tables(TOKENS, V),
         n_ids=len(TOKENS),
@@ -227,12 +232,9 @@ def main(sizes: str, out: str) -> None:
     copy = learner.sampling_copy(state.params)
     rolled = rollouts(make_sampler(config, mesh), copy)
 
-    narrow = Learner(normed, LEARNING, optimizer, mesh, TrainingOptions(S), **sampled, int8_sampling=True)
-    unstacked = mesh.size > 1  # as GPUs decode
-    int8_sampler = make_sampler(normed, mesh, int8_weights=True, int8_cache=True, unstacked_decoding=unstacked)
-    in_int8 = rollouts(
-        int8_sampler, narrow.sampling_copy(init_state(random_params(normed, seed=6), optimizer, mesh).params)
-    )
+    normed_params = init_state(random_params(normed, seed=6), optimizer, mesh).params
+    normed_copy = Learner(normed, LEARNING, optimizer, mesh, options, **sampled).sampling_copy(normed_params)
+    unstacked = rollouts(make_sampler(normed, mesh, "per_call" if mesh.size > 1 else "never"), normed_copy)
 
     mask = rolled.mask.astype(np.float32)
     advantage = mask * np.linspace(-1, 1, B, dtype=np.float32)[:, None]
@@ -242,7 +244,7 @@ def main(sizes: str, out: str) -> None:
     batch = TrainBatch(**{**vars(batch), "old_logprobs": old, "ref_logprobs": (old - 0.2).astype(np.float32)})
     (piece,) = mini_batches(batch, B)
     result = {name: getattr(rolled, name) for name in ("ids", "mask", "length", "status", "logprobs")}
-    result |= {"int8_ids": in_int8.ids, "int8_logprobs": in_int8.logprobs}
+    result |= {"unstacked_ids": unstacked.ids, "unstacked_logprobs": unstacked.logprobs}
     result |= {"trainer_logprobs": old, "learning_rate": np.float64(LEARNING.learning_rate)}
     first, seen = None, []
     for _ in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 
 from psearch_jax.config import DecoderConfig, LearningSection, MeshSection, RetrievalSection, RolloutSection
 from psearch_jax.models import decoder
-from psearch_jax.models.attention import implementation_for
+from psearch_jax.models.backend import choose_backend
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import BoundaryTables, build_tables
 from psearch_jax.rollout.collect import Collector
@@ -59,18 +60,20 @@ def tables_for(tokenizer: Tokenizer, config: DecoderConfig) -> BoundaryTables:
     return build_tables(tokenizer.token_bytes, config.vocab_rows)
 
 
-def make_sampler(tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None = None, cls=Sampler, **options):
+def make_sampler(
+    tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None = None, cls=Sampler, unstack="never", **options
+):
     """A sampler of class `cls`, by default in float32, with the tokenizer's real boundary tables and stop tokens."""
-    settings = SamplerOptions(**options)
-    dtype, adapters, in_int8 = settings.dtype, settings.lora, settings.int8_weights
-    form = implementation_for(mesh or one_device_mesh(), dtype)
+    settings, mesh = SamplerOptions(**options), mesh or one_device_mesh()
+    backend = replace(choose_backend(mesh, settings.dtype, config), unstack=unstack)
     return cls(
-        graph=decoder.graphdef(config, dtype, attention=form, lora=adapters, int8=in_int8),
+        graph=decoder.graphdef(config, settings.dtype, backend=backend, lora=settings.lora),
         config=config,
         tables=tables_for(tokenizer, config),
         n_ids=tokenizer.size,
         stop_ids=sorted(tokenizer.stop_ids),
-        mesh=mesh or one_device_mesh(),
+        mesh=mesh,
+        backend=backend,
         options=settings,
     )
 

@@ -27,19 +27,18 @@ def difference(data: int, fsdp: int, tensor: int, sampler_tensor: int) -> float:
     adapters = lora.init_adapters(tiny_config(64), Lora(4, 8.0), 0)
     stored, low = (jax.device_put(x, param_shardings(x, STORAGE, mesh)) for x in (weights, adapters))
     differences = []
-    for in_int8, trained, parts in ((False, True, (stored,)), (True, True, (stored,)), (False, False, (stored, low))):
+    for trained, parts in ((True, (stored,)), (False, (stored, low))):
         abstract = (weights, adapters if len(parts) == 2 else None)
-        options = {"in_int8": in_int8, "trained": trained}
-        copy = SamplingCopy(*abstract, jnp.float32, mesh, **options, rollout_mesh=sampler)
+        copy = SamplingCopy(*abstract, jnp.float32, mesh, trained=trained, rollout_mesh=sampler)
         with jax.transfer_guard("disallow"):
             ours = jax.block_until_ready(copy(*parts))
-        theirs = SamplingCopy(*abstract, jnp.float32, mesh, **options)(*parts)
+        theirs = SamplingCopy(*abstract, jnp.float32, mesh, trained=trained)(*parts)
         places = param_shardings(ours, SAMPLING, sampler)
         assert all(x.sharding == place for x, place in zip(*map(jax.tree.leaves, (ours, places)), strict=True))
         pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
         differences += [float(np.max(np.abs(np.asarray(a, np.float32) - np.asarray(b, np.float32)))) for a, b in pairs]
     if sampler_tensor > 1:
-        copy = SamplingCopy(weights, None, jnp.float32, mesh, in_int8=False, trained=True, rollout_mesh=sampler)
+        copy = SamplingCopy(weights, None, jnp.float32, mesh, trained=True, rollout_mesh=sampler)
         with jax.set_mesh(mesh):  # as a plan traces it
             traced = copy.traced(placed(weights, param_shardings(weights, STORAGE, mesh)))
             shapes = set(re.findall(r"f32\[([\d,]+)\]", traced.lower().compile().as_text()))

@@ -1,8 +1,8 @@
-"""Attention of complete rows, `causal`, by four implementations; attention.cached has attention to a cache.
+"""Attention of complete rows, `attend_causally`, by three implementations; attention.cached has attention to a cache.
 
-`implementation_for` chooses by dtype and devices: in 16 bits `splash` (a Pallas kernel, for TPUs) and `cudnn` (for
-GPUs); in float32, and where there is no kernel, `blocked`; on a CPU `rowwise`, which is `blocked` row by row. None
-holds all scores of a row at once. All can also attend only within the trajectories of a packed row.
+`choose_backend` (models/backend.py) chooses by dtype and devices: in 16 bits `splash` (a Pallas kernel, for TPUs) and
+`cudnn` (for GPUs); in float32, and where there is no kernel, `blocked`. None holds all scores of a row at once. All
+can also attend only within the trajectories of a packed row.
 All of them scale in float32: for 16-bit queries the scores, because such a query times H**-0.5 would be rounded again.
 Letters: B rows, T query positions, S key positions, N heads, K kv heads, G = N/K, H head dim.
 """
@@ -11,46 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from psearch_jax.models.attention.blocked import blocked_attention, rowwise_attention
-from psearch_jax.models.attention.cudnn import MIN_CAPABILITY, SEGMENTS, capability, cudnn_attention
+from psearch_jax.models.attention.blocked import blocked_attention
+from psearch_jax.models.attention.cudnn import cudnn_attention
 from psearch_jax.models.attention.splash import splash_attention
 from psearch_jax.sharding import COMPUTE, spec
 
-Implementation = Literal["blocked", "rowwise", "splash", "cudnn"]
 
-
-def implementation_for(mesh: Mesh, dtype: Any) -> Implementation:
-    """The implementation of `causal` for the devices of a mesh and a compute dtype.
-
-    Kernels are only for 16 bits: cuDNN has none for float32, and the precision of products inside a kernel cannot be
-    set for its backward pass. cuDNN also has none for GPUs before Ampere, such as a T4.
-    """
-    devices = list(mesh.devices.flat)
-    if devices[0].platform == "cpu":
-        return "rowwise"
-    if jnp.dtype(dtype).itemsize != 2:
-        return "blocked"
-    if devices[0].platform == "tpu":
-        return "splash"
-    return "cudnn" if all(capability(device) >= MIN_CAPABILITY for device in devices) else "blocked"
-
-
-def max_segments(implementation: Implementation) -> int | None:
-    """The maximum number of trajectories in a packed row; None: any number."""
-    return SEGMENTS if implementation == "cudnn" else None
-
-
-def causal(
+def attend_causally(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    implementation: Implementation = "blocked",
+    implementation: Literal["blocked", "splash", "cudnn"] = "blocked",
     segments: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of rows over themselves, or of each trajectory in a row over itself.
@@ -68,13 +44,10 @@ def causal(
         return on_each_device(splash_attention, q, k, v, segments)
     if implementation == "cudnn":
         return on_each_device(cudnn_attention, q, k, v, segments)
-    starts = None if segments is None else _segment_starts(segments)
-    if implementation == "rowwise":
-        return on_each_device(rowwise_attention, q, k, v, starts)
-    return blocked_attention(q, k, v, starts)
+    return blocked_attention(q, k, v, None if segments is None else _find_segment_starts(segments))
 
 
-def _segment_starts(segments: jax.Array) -> jax.Array:
+def _find_segment_starts(segments: jax.Array) -> jax.Array:
     """The start of each position's segment, [B, T]: a mask from starts costs less than one from equal segments."""
     T = segments.shape[1]
     changes = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))

@@ -13,20 +13,17 @@ NEG_INF = -1e30  # a finite stand-in: the softmax of a row of only -inf would be
 ATTENTION_OUTPUT = "attended"  # name for remat policies of what the backward pass keeps of attention (not in `cudnn`)
 
 
-def grouped(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
+def scale_and_group(q: jax.Array, K: int) -> tuple[jax.Array, Callable[..., jax.Array]]:
     """Queries [B, X, N, H] as [B, K, G, X, H], and a function from keys to float32 scores [B, K, G, X, S]."""
     H = q.shape[-1]
     wide = q.dtype == jnp.float32  # then scale the queries, because they are fewer than the scores
     q = group_heads(q * H**-0.5 if wide else q, K)
 
-    def scored(k: jax.Array, transposed: bool = False, scale: jax.Array | None = None) -> jax.Array:
-        """k [B, K, S, H], or with `transposed` [B, K, H, S]; in int8 with the `scale` [B, K, S] of its lines."""
-        k_letters = "BKHS" if transposed else "BKSH"
-        scores = jnp.einsum(f"BKGXH,{k_letters}->BKGXS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
-        scores = scores if wide else scores * H**-0.5
-        return scores if scale is None else scores * scale[:, :, None, None]
+    def score(k: jax.Array) -> jax.Array:
+        scores = jnp.einsum("BKGXH,BKSH->BKGXS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+        return scores if wide else scores * H**-0.5
 
-    return q, scored
+    return q, score
 
 
 def group_heads(x: jax.Array, K: int) -> jax.Array:
@@ -41,11 +38,7 @@ def merge_heads(out: jax.Array) -> jax.Array:
     return out.transpose(0, 3, 1, 2, 4).reshape(B, X, K * G, H)
 
 
-def weighted_sum(weights: jax.Array, v: jax.Array, dtype: Any, scale: jax.Array | None = None) -> jax.Array:
-    """Sums of values [B, K, S, H] weighted by `weights` [B, K, G, X, S]: float32, from products in `dtype`.
-
-    Values in int8 have a `scale` [B, K, S].
-    """
-    weights = weights if scale is None else weights * scale[:, :, None, None]
+def weighted_sum(weights: jax.Array, v: jax.Array, dtype: Any) -> jax.Array:
+    """Sums of values [B, K, S, H] weighted by `weights` [B, K, G, X, S]: float32, from products in `dtype`."""
     product = functools.partial(jnp.einsum, "BKGXS,BKSH->BKGXH", preferred_element_type=jnp.float32)
     return product(weights.astype(dtype), v.astype(dtype))

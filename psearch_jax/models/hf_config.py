@@ -1,0 +1,195 @@
+"""The families of models in Hugging Face's format: the names of their tensors, and their config.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from psearch_jax.config import DecoderConfig
+from psearch_jax.runtime.paths import read_json
+from psearch_jax.types import UserError
+
+# (path in our parameters, HF name, HF axes, our axes). A dot in the HF axes separates array dimensions; letters
+# without a dot between them are merged into one. `{i}` marks a name that exists once per layer, which we stack on
+# axis L.
+TABLE: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (("embedding",), "model.embed_tokens.weight", "V.D", "VD"),
+    (("final_norm",), "model.norm.weight", "D", "D"),
+    (("lm_head",), "lm_head.weight", "V.D", "DV"),
+    (("layers", "attention_norm"), "model.layers.{i}.input_layernorm.weight", "D", "D"),
+    (("layers", "q_kernel"), "model.layers.{i}.self_attn.q_proj.weight", "NH.D", "DNH"),
+    (("layers", "q_bias"), "model.layers.{i}.self_attn.q_proj.bias", "NH", "NH"),
+    (("layers", "k_kernel"), "model.layers.{i}.self_attn.k_proj.weight", "KH.D", "DKH"),
+    (("layers", "k_bias"), "model.layers.{i}.self_attn.k_proj.bias", "KH", "KH"),
+    (("layers", "v_kernel"), "model.layers.{i}.self_attn.v_proj.weight", "KH.D", "DKH"),
+    (("layers", "v_bias"), "model.layers.{i}.self_attn.v_proj.bias", "KH", "KH"),
+    (("layers", "q_norm"), "model.layers.{i}.self_attn.q_norm.weight", "H", "H"),
+    (("layers", "k_norm"), "model.layers.{i}.self_attn.k_norm.weight", "H", "H"),
+    (("layers", "o_kernel"), "model.layers.{i}.self_attn.o_proj.weight", "D.NH", "NHD"),
+    (("layers", "mlp_norm"), "model.layers.{i}.post_attention_layernorm.weight", "D", "D"),
+    (("layers", "gate_kernel"), "model.layers.{i}.mlp.gate_proj.weight", "F.D", "DF"),
+    (("layers", "up_kernel"), "model.layers.{i}.mlp.up_proj.weight", "F.D", "DF"),
+    (("layers", "down_kernel"), "model.layers.{i}.mlp.down_proj.weight", "D.F", "FD"),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A `model_type` of transformers.
+
+    Attributes:
+      class_name: in transformers.
+      options: the fields of DecoderConfig that its config.json does not contain.
+    """
+
+    class_name: str
+    options: Mapping[str, bool]
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True, "qk_norm": False}),
+    "qwen3": Family("Qwen3ForCausalLM", {"qkv_bias": False, "qk_norm": True}),
+}
+_NUMBERS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+)
+
+
+def read_config(directory: str | Path) -> DecoderConfig:
+    """Reads config.json (transformers 4 and 5 spell the rotary base differently) and generation_config.json.
+
+    Raises:
+      UserError: a missing file or field, or another architecture.
+    """
+    path = Path(directory) / "config.json"
+    raw = read_json(path)
+    family = raw.get("model_type")
+    if family not in [*FAMILIES]:
+        raise UserError(f"{path}: model_type is {family!r}, accepted: {', '.join(map(repr, FAMILIES))}")
+    options = FAMILIES[family].options
+    rope: dict[str, Any] = {}
+    for field in ("rope_parameters", "rope_scaling"):  # transformers applies the second where both are given
+        values = raw.get(field) or {}
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: {field} is {json.dumps(values)}, accepted: an object")
+        kind = values.get("rope_type", values.get("type", "default"))
+        if kind != "default":
+            raise UserError(f"{path}: {field} has type {kind!r}, accepted: 'default', which scales no position")
+        rope |= values
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise UserError(f'{path}: layer_types is {json.dumps(kinds)}, accepted: a list of only "full_attention"')
+    only = {"use_sliding_window": False, "hidden_act": "silu"}
+    only |= {} if options["qkv_bias"] else {"attention_bias": False}
+    for field, value in only.items():
+        if raw.get(field) not in (None, value):
+            raise UserError(f"{path}: {field} is {json.dumps(raw[field])}, accepted: {json.dumps(value)}")
+    eos_ids = _eos_ids(path, raw)
+    try:
+        heads = int(raw["num_attention_heads"])
+        return DecoderConfig(
+            vocab_rows=int(raw["vocab_size"]),
+            width=int(raw["hidden_size"]),
+            layers=int(raw["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // max(1, heads)),
+            mlp=int(raw["intermediate_size"]),
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
+            rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            max_positions=int(raw.get("max_position_embeddings", 32_768)),
+            eos_ids=eos_ids,
+            **options,
+        )
+    except KeyError as missing:
+        raise UserError(f"{path}: field {missing} is missing") from None
+    except UserError as error:  # the sizes contradict each other
+        raise UserError(f"{path}: {error}") from None
+    except (TypeError, ValueError, OverflowError):
+        numbers = {k: raw[k] for k in _NUMBERS if k in raw and not _is_number(raw[k])}
+        raise UserError(f"{path}: found {numbers or rope}, accepted: numbers") from None
+
+
+def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """The stop ids of generation_config.json next to `path`; without it, those of the config itself."""
+    generation, eos = path.with_name("generation_config.json"), raw.get("eos_token_id")
+    if generation.is_file() and "eos_token_id" in (values := read_json(generation)):
+        path, eos = generation, values["eos_token_id"]
+    stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in stops):
+        raise UserError(f"{path}: eos_token_id is {json.dumps(eos)}, accepted: an integer, or a list of integers")
+    return tuple(stops)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def write_config(directory: Path, config: DecoderConfig, dtype: Any) -> None:
+    """Writes generation_config.json and config.json."""
+    eos = list(config.eos_ids)
+    _write_json(directory / "generation_config.json", {"do_sample": True} | ({"eos_token_id": eos} if eos else {}))
+    _write_json(directory / "config.json", _hf_config(config, np.dtype(dtype).name))
+
+
+def find_family(config: DecoderConfig) -> str:
+    """The model_type of a shape."""
+    fields = asdict(config).items()
+    return next(name for name, family in FAMILIES.items() if family.options.items() <= fields)
+
+
+def _hf_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
+    family = find_family(config)
+    return {
+        "architectures": [FAMILIES[family].class_name],
+        "model_type": family,
+        "vocab_size": config.vocab_rows,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp,
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tied,
+        "rope_theta": config.rope_theta,  # read by transformers 4
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # read by transformers 5
+        "rms_norm_eps": config.rms_eps,
+        "max_position_embeddings": config.max_positions,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+        "eos_token_id": config.eos_ids[0] if config.eos_ids else None,
+        "torch_dtype": dtype,
+    }
+
+
+def axis_sizes(config: DecoderConfig) -> dict[str, int]:
+    """The sizes of the axes in `TABLE` by their letters."""
+    return {
+        "V": config.vocab_rows,
+        "D": config.width,
+        "N": config.heads,
+        "K": config.kv_heads,
+        "H": config.head_dim,
+        "F": config.mlp,
+    }
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
