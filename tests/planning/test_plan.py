@@ -151,8 +151,8 @@ def test_every_width_is_compiled():
     ],
 )
 def test_configs_that_a_run_would_refuse_are_refused(target, section, fields, message):
-    learning = {"mini_batch_rollouts": 66 * 5, "micro_batch_rows": 10} if section == "train" else {}
-    config = config_file("qwen7b", **{"learning": learning, section: fields})
+    groups = {"rollout": {"samples": 4}, "learning": {"mini_batch_rollouts": 66 * 4, "micro_batch_rows": 8}}
+    config = config_file("qwen7b", **(groups if section == "train" else {}) | {section: fields})
     with pytest.raises(UserError, match=message):
         make_plan(config, target, names=())
 
