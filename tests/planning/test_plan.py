@@ -230,8 +230,8 @@ def test_peaks_are_those_of_the_card(kind, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("int8", [False, True])
 def test_decoding_neither_gathers_weights_nor_copies_the_cache(target, int8):
-    model = {"path": "", "preset": "0.5b", "int8_weights": int8, "int8_cache": int8}
-    config = config_file("qwen7b", model=model, mesh={"tensor": 2}, rollout=SHORT | {"slots": 128})
+    model = {"path": "", "preset": "7b", "int8_weights": int8, "int8_cache": int8}  # the kernel needs heads of 128
+    config = config_file("qwen7b", model=model, rollout={"num_buckets": 1})
     mesh, r = make_mesh(config.mesh, target.devices), config.rollout
     sampler = bare_sampler(config, model_shape(config), mesh)
     shapes = (r.slots, r.context_tokens, pool_rows(r, mesh), rows_per_call(r, mesh), widths(r, sampler.by_length))
@@ -240,11 +240,11 @@ def test_decoding_neither_gathers_weights_nor_copies_the_cache(target, int8):
         compiled = programs["generate"][max(programs["generate"])]().lower().compile()
     text = compiled.as_text()
     assert "while" in text and not collectives_in_loops(text, 2**18), "weights or logits are gathered for each token"
-    positions = str(state.cache.keys.shape[-2])
+    positions = str(state.cache.k.shape[-2])
     assert not [line for line in collectives_in_loops(text, 2**20, "copy") if positions in line]
     plan = make_plan(config, target, names=())
-    held = plan.resident["sampling_copy"] + 1.2 * plan.resident["sampler_state"]
-    assert compiled.memory_analysis().peak_memory_in_bytes < held
+    held = plan.resident["sampling_copy"] + (1.5 if int8 else 1.2) * plan.resident["sampler_state"]
+    assert compiled.memory_analysis().peak_memory_in_bytes < held, "a copy of the cache would make it 2"
 
 
 def test_the_check_for_collectives_sees_them():
