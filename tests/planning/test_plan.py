@@ -152,8 +152,8 @@ def test_every_width_is_compiled():
     ],
 )
 def test_configs_that_a_run_would_refuse_are_refused(target, section, fields, message):
-    learning = {"mini_batch_rollouts": 66 * 5, "micro_batch_rows": 10} if section == "train" else {}
-    config = config_file("qwen7b", **{"learning": learning, section: fields})
+    groups = {"rollout": {"samples": 4}, "learning": {"mini_batch_rollouts": 66 * 4, "micro_batch_rows": 8}}
+    config = config_file("qwen7b", **(groups if section == "train" else {}) | {section: fields})
     with pytest.raises(UserError, match=message):
         make_plan(config, target, names=())
 
@@ -230,8 +230,8 @@ def test_peaks_are_those_of_the_card(kind, name):
 
 @pytest.mark.slow
 def test_decoding_neither_gathers_weights_nor_copies_the_cache(target):
-    model = {"path": "", "preset": "0.5b"}
-    config = config_file("qwen7b", model=model, mesh={"tensor": 2}, rollout=SHORT | {"slots": 128})
+    model = {"path": "", "preset": "7b"}  # the kernel needs heads of 128
+    config = config_file("qwen7b", model=model, rollout={"num_buckets": 1})
     mesh, r = make_mesh(config.mesh, target.devices), config.rollout
     sampler = bare_sampler(config, model_shape(config), mesh)
     shapes = SamplerShapes.of(r, mesh, sampler.by_length)
@@ -244,7 +244,7 @@ def test_decoding_neither_gathers_weights_nor_copies_the_cache(target):
     assert not [line for line in collectives_in_loops(text, 2**20, "copy") if positions in line]
     plan = make_plan(config, target, names=())
     held = plan.resident["sampling_copy"] + 1.2 * plan.resident["sampler_state"]
-    assert compiled.memory_analysis().peak_memory_in_bytes < held
+    assert compiled.memory_analysis().peak_memory_in_bytes < held, "a copy of the cache would make it 2"
 
 
 def test_the_check_for_collectives_sees_them():
