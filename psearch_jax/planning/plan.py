@@ -249,11 +249,11 @@ def _resident_during(program: str, in_place: bool) -> tuple[str, ...]:
 
 def bytes_per_chip(tree: Any) -> int:
     """Bytes of a tree of sharded arrays on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _total_bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def advice(plan: Plan, config: Config) -> list[str]:

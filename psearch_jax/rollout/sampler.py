@@ -301,7 +301,7 @@ class Sampler:
         """
         if weights is None:
             weights = SamplingWeights(self.abstract_params(), None)
-        weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
+        weights = jax.tree.map(_abstract, weights)
         state = self.abstract_state(shapes.slots, shapes.positions)
         tables = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(self.mesh)), self._host_tables
@@ -398,3 +398,9 @@ def _keys(rows: int) -> jax.ShapeDtypeStruct:
 def _per_row(number: int | np.ndarray, rows: np.ndarray) -> np.ndarray:
     """One number, or one per row [R], as [R] int32: a single shape, so that a program is compiled once."""
     return np.full(rows.shape, number, np.int32)
+
+
+def _abstract(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """An argument as a ShapeDtypeStruct; jit ignores the sharding of an array that is not committed to its device."""
+    committed = getattr(x, "committed", True)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if committed else None)

@@ -278,7 +278,7 @@ class SamplerPrograms:
             turn_left=rows.turn_left,
             automaton=rows.automaton,
             length=length,
-            status=jnp.where(length > 0, Status.RUNNING, Status.EMPTY),
+            status=jnp.where(length > 0, jnp.int32(Status.RUNNING), Status.EMPTY),
         )
 
     def refresh(

@@ -13,7 +13,6 @@ from psearch_jax.models import decoder
 from psearch_jax.rollout.sampler import SamplerShapes
 from psearch_jax.rollout.sampler_programs import SamplerState, SamplingWeights, Status
 from psearch_jax.runtime.compiling import CompilationCounter, compile_all
-from psearch_jax.sharding import SAMPLING, param_shardings
 from psearch_jax.types import TrainBatch
 
 B, S, C = 8, 64, 8  # slots, positions, forced tokens of one call
@@ -437,8 +436,7 @@ def test_unstacked_layers_change_no_rollout(tiny_tokenizer, sampler, weights, un
 def test_compiled_programs_are_those_of_the_calls(tiny_tokenizer, weights):
     """Calls compile nothing after `programs` were compiled, also with the unstacked weights of a CPU."""
     sampler = make_sampler(tiny_tokenizer, CONFIG, unstack="once")
-    params = jax.device_put(weights.params, param_shardings(weights.params, SAMPLING, sampler.mesh))
-    weights = sampler.weights(params)
+    weights = sampler.weights(weights.params)
     compile_all(sampler.programs(SamplerShapes(B, S, B, B, (12,), (C,), (S,)), weights, suspends=True))
     counter = CompilationCounter()
     state = started(sampler, weights, prompts(), KEYS, S, TURN, width=12)
