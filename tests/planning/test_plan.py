@@ -262,9 +262,9 @@ def test_the_largest_training_program_keeps_no_attention_scores(target):
 
 @pytest.mark.slow
 def test_the_program_prints_tables_and_writes_json(tmp_path):
-    fields = {"model.path": "", "model.preset": "toy", "mesh.tensor": 2} | {
-        f"rollout.{k}": v for k, v in SHORT.items()
-    }
+    fields = {"model.path": "", "model.preset": "toy", "mesh.tensor": 2}
+    # With few slots the compiler of libtpu 0.0.42 aborts in `admit`.
+    fields |= {f"rollout.{name}": SHORT[name] for name in ("context_tokens", "prompt_tokens", "num_buckets")}
     command = ["launch/plan.py", "--config=configs/qwen7b.py", "--topology=v5e:2x4", f"--json={tmp_path / 'p.json'}"]
     done = completed([*command, *(f"--config.{name}={value}" for name, value in fields.items())])
     assert done.returncode == 0, done.stderr[-2000:]
