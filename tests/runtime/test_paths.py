@@ -151,7 +151,7 @@ def test_what_is_mapped_into_memory_has_to_be_local(bucket, tmp_path):
         PreparedQuestions(there)
     config = Config()
     model = replace(config.model, path=there, tokenizer=there)
-    retrieval = replace(config.retrieval, index=f"{tmp_path},{there}", corpus=there)
+    retrieval = replace(config.retrieval, index=there, corpus=there)
     data = replace(config.data, source=f"{there}/manifest.json")
     needs = missing_inputs(replace(config, model=model, retrieval=retrieval, data=data))
     fields = ["model.path", "retrieval.index", "retrieval.corpus", "model.tokenizer"]

@@ -75,7 +75,7 @@ def test_an_interrupted_evaluation_is_repeated(tiny_policy, questions, tmp_path,
             raise RetrievalError("unreachable") if lost else preemption.Interrupted("asked to stop")
         return {"all": {"em": values[step]}}
 
-    monkeypatch.setattr(validation, "measured", measured)
+    monkeypatch.setattr(validation, "evaluate_policy", measured)
     for _ in range(2):
         with pytest.raises((RetrievalError, preemption.Interrupted), match="unreachable" if lost else "after step 2"):
             trainer.train(build.training_run(config), tmp_path)
