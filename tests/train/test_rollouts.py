@@ -59,7 +59,7 @@ def test_silent_groups_are_drawn_again(tiny_policy):
             "rollout",
             "reward",
         }
-        assert redrawn.usage.decoded > 0 and redrawn.usage.slots == single_draw.usage.slots
+        assert redrawn.usage.row_steps > 0 and redrawn.usage.slots == single_draw.usage.slots
         assert all(loud(redrawn.trajectories[i].question) for i in rows) or len(redrawn.draws) == 4
         assert len(redrawn.draws) == 1 or sum(map(loud, asked[:-4])) < 4
         several += len(redrawn.draws) > 1
