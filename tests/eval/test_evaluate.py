@@ -62,6 +62,7 @@ def test_row_holds_what_was_done():
         "decomposition": 0.45,
         "search_count": 0.35,
         "critical_path": 0,
+        "unfinished": 0,
         "total": 1.7,
     }
     assert row["reward"] == pytest.approx(parts)
