@@ -159,3 +159,30 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny_policy, tmp_path):
     for row, expected in zip(metrics_without_clocks(several), metrics_without_clocks(uninterrupted), strict=True):
         assert row["reward"] == pytest.approx(expected["reward"], abs=1e-6)
     assert_same_params(several, uninterrupted)
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one(tmp_path):
+    """The rows of an evaluation do not depend on the number of processes, and each is written once."""
+    flags = ["--model=toy", "--config=configs/smoke.py", "--benchmark=closed_world:mixed", "--count=9"]
+    flags += ["--config.rollout.slots=8", "--config.rollout.num_buckets=1"]
+    for count in (1, 2):
+        program = [sys.executable, "launch/eval.py", *flags, f"--out={tmp_path / str(count)}"]
+        if count > 1:
+            program += [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={count}"]
+        numbered = [[*program, f"--process={i}"] if count > 1 else program for i in range(count)]
+        outs = finish([start(command, 2 // count) for command in numbered])
+        assert "closed_world:mixed" in outs[0] and all("closed_world" not in out for out in outs[1:])
+    names, others = (sorted(p.name for p in (tmp_path / name).iterdir()) for name in "12")
+    assert names == others
+    for name in names:
+        if name != "report.html":  # contains the name of its directory
+            assert (tmp_path / "1" / name).read_text() == (tmp_path / "2" / name).read_text(), name
+
+
+@pytest.mark.slow
+def test_what_processes_cannot_share_is_refused(tiny_policy, tmp_path):
+    """An odd number of slots for two processes: each prints one line and exits with code 2; neither waits."""
+    over = {"mesh.tensor": 2, "rollout.slots": 3}
+    for code, _, err in ended(start_run(2, 1, tmp_path, tiny_policy, 1, **over)):
+        assert code == 2 and "config.rollout.slots: found 3, accepted: a multiple of the 2 processes" in err
