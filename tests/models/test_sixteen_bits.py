@@ -45,7 +45,7 @@ BRIEF = {
 def no_warm_up(monkeypatch):
     """Compiles only the shapes that occur."""
     for part in (Collector, Learner):
-        monkeypatch.setattr(part, "warm_up", lambda *_: None)
+        monkeypatch.setattr(part, "warm_up", lambda *_, **__: None)
 
 
 def colab(policy: Path) -> Config:
