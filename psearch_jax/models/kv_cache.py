@@ -90,19 +90,21 @@ def write(
     if rows is not None:
         target = jnp.where(rows[:, None] < 0, size, target)
 
-    def put(first: Any, old: jax.Array, new: jax.Array, target: jax.Array, rows: jax.Array) -> jax.Array:
+    def put(old: jax.Array, new: jax.Array, target: jax.Array, local: jax.Array) -> jax.Array:
         # Every leading index is explicit, so that complete lines of H are written. With L or K as slices, XLA's TPU
         # backend changes the cache's layout for the write, and so transposes all of it at every token.
         L, _, K = new.shape[:3]
-        local = jnp.maximum(rows - first, 0)[:, None, None]
-        at = jnp.arange(L)[:, None, None, None], local, jnp.arange(K)[:, None], target[:, None]
+        at = jnp.arange(L)[:, None, None, None], local[:, None, None], jnp.arange(K)[:, None], target[:, None]
         return old.at[at].set(new, mode="drop")
+
+    def put_own(first: Any, old: jax.Array, new: jax.Array, target: jax.Array, rows: jax.Array) -> jax.Array:
+        return put(old, new, target, jnp.maximum(rows - first, 0))
 
     def put_rows(old: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(old.dtype)
-        if rows is None:
-            return put(0, old, new, target, jnp.arange(new.shape[1]))
-        return on_own_rows(put, old, AXES, (new, AXES), (target, ("rows", None)), (rows, ("rows",)))
+        if rows is None:  # XLA splits the write over devices only if the rows are a plain `arange`
+            return put(old, new, target, jnp.arange(new.shape[1]))
+        return on_own_rows(put_own, old, AXES, (new, AXES), (target, ("rows", None)), (rows, ("rows",)))
 
     return KVCache(put_rows(cache.k, k), put_rows(cache.v, v))
 
