@@ -20,7 +20,7 @@ export JAX_PLATFORMS ?= cpu
 clear = @if [ -e "$(1)" ] && [ ! -f "$(1)/config.json" ]; then \
 	echo "$(1): exists and is not a run directory; not removed" >&2; exit 2; fi; rm -rf "$(1)"
 
-.PHONY: demo controls test test-all test-real weights-named docs lock lint format clean
+.PHONY: demo controls test test-ci test-all test-real weights-named docs lock lint format clean
 
 # Train the toy policy with GRPO in the closed world and print the changes. Always starts anew; ARGS: more flags.
 demo: $(USER_STAMP)
@@ -39,7 +39,11 @@ controls: $(USER_STAMP)
 
 # Fast tests, format, lint, the import contracts and types.
 test: lint
-	$(PYTEST) -m "not slow and not real" tests
+	$(PYTEST) -m "not slow and not weekly and not real" tests
+
+# What continuous integration runs: the slow tests too, without the most expensive ones.
+test-ci: lint
+	$(PYTEST) -m "not weekly and not real" --durations=25 tests
 
 # All tests except those with real weights.
 test-all: lint
