@@ -18,7 +18,6 @@ from psearch_jax.config.rollout_sections import (
 from psearch_jax.config.sections import Config, Method
 from psearch_jax.config.shapes import PRESETS, DecoderConfig, Lora
 from psearch_jax.config.training_sections import (
-    AlarmSection,
     CriticSection,
     EvalSection,
     LearningSection,
@@ -30,7 +29,6 @@ from psearch_jax.config.training_sections import (
 
 __all__ = [
     "PRESETS",
-    "AlarmSection",
     "Config",
     "CriticSection",
     "DataSection",

@@ -14,7 +14,6 @@ from psearch_jax.config.rollout_sections import (
 )
 from psearch_jax.config.setting import SEED, setting
 from psearch_jax.config.training_sections import (
-    AlarmSection,
     CriticSection,
     EvalSection,
     LearningSection,
@@ -41,6 +40,5 @@ class Config:
     learning: LearningSection = LearningSection()
     critic: CriticSection = CriticSection()
     train: TrainSection = TrainSection()
-    alarms: AlarmSection = AlarmSection()
     eval: EvalSection = EvalSection()
     sft: SFTSection = SFTSection()

@@ -180,21 +180,6 @@ class CriticSection:
 
 
 @dataclass(frozen=True)
-class AlarmSection:
-    """Warnings that a run logs, and the probes that one of them reads (train/monitoring/alarms.py)."""
-
-    window: int = free(
-        10, "Steps whose mean is compared with a threshold; no alarm before this many are done.", at_least=1
-    )
-    probe_every_steps: int = free(
-        25,
-        "Steps between probes, which repeat one rollout per question with passages retrieved for other questions; "
-        "0: none. Only the last probe counts.",
-        at_least=0,
-    )
-
-
-@dataclass(frozen=True)
 class EvalSection:
     """Evaluations before, during and after training."""
 

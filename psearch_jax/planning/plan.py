@@ -6,7 +6,6 @@ program runs.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import time
@@ -31,6 +30,7 @@ from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.copy import can_sample_in_place
 from psearch_jax.rollout.sampler import SamplerShapes
 from psearch_jax.runtime.accelerators import GIB, Chip
+from psearch_jax.runtime.compiling import Program
 from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.sharding import STORAGE, make_meshes, param_shardings, placed
 from psearch_jax.train.critic import critic_learning, without_lm_head
@@ -41,7 +41,7 @@ LARGE = 2**20  # bytes; smaller arrays may be replicated
 TOKENIZER_IDS = 151_665  # of Qwen2.5; Qwen3 has four more, which changes no size
 
 SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "refresh", "generate")
-LEARNER_PROGRAMS = ("reshard", "logprobs", "accumulate", "apply")
+LEARNER_PROGRAMS = ("reshard", "logprobs", "reference_logprobs", "accumulate", "apply")
 CRITIC_PROGRAMS = ("critic_values", "critic_accumulate", "critic_apply")  # of learning.algorithm=ppo
 START = "start"  # not a program: the train state is built while the loaded weights are still in memory
 
@@ -162,26 +162,26 @@ def make_plan(
         )
     )
     n_ids = min(TOKENIZER_IDS, model.vocab_rows)
-    learner = make_learner(config, model, mesh, optimizer, n_ids, rollout_mesh=rollout_mesh)
+    learner = make_learner(
+        config, model, mesh, optimizer, n_ids, base=stored if lora else None, rollout_mesh=rollout_mesh
+    )
+    reference = stored if config.learning.kl_coefficient > 0 else None
     sampler = bare_sampler(config, model, rollout_mesh)
     shapes = SamplerShapes.of(r, rollout_mesh, sampler.by_length)
     slots = sampler.abstract_state(shapes.slots, shapes.positions)
     pool = sampler.abstract_state(shapes.pool_rows, shapes.prompts[-1])
-    traces = {
-        program.name: {width: functools.partial(program.trace, width) for width in program.widths}
-        for program in sampler.programs(shapes, suspends=config.train.staleness > 0)
-    }
-    traces |= learner.traced()
+    listed = sampler.programs(shapes, suspends=config.train.staleness > 0) + learner.programs(reference)
     if ppo:
-        critic_programs = make_critic(config, model, mesh, critic_optimizer).traced(base_of_critic)
-        traces |= {f"critic_{name}": by_width for name, by_width in critic_programs.items()}
+        of_critic = make_critic(config, model, mesh, critic_optimizer, base_of_critic).programs()
+        listed += [replace(program, name=f"critic_{program.name}") for program in of_critic]
+    programs = {program.name: program for program in listed}
     arrays = {
         "parameters": policy.params,
         "optimizer": policy.optimizer,
         "critic": critic.params if ppo else {},
         "critic_optimizer": critic.optimizer if ppo else {},
         "frozen_base": stored if lora else {},
-        "reference": stored if config.learning.kl_coefficient > 0 and not lora else {},
+        "reference": reference if reference is not None and not lora else {},
         "sampling_copy": sampler.abstract_params(),
         "sampler_state": slots,
         "prompt_pool": pool,
@@ -196,13 +196,13 @@ def make_plan(
         state = ("parameters", "parameters", "optimizer", "critic", "critic_optimizer")
         others = resident["frozen_base"] + resident["reference"]
         compiled[START] = ProgramMemory(sum(resident[name] for name in state), others, 0.0)
-    for name in [name for name in names if name != START and traces.get(name)]:
+    for name in [name for name in names if name in programs]:
         others = sum(resident[group] for group in _resident_during(name, in_place))
         if name in ("critic_values", "critic_accumulate"):  # their argument is the base without its lm head
             others += head
         variants = []
-        for width, trace in list(traces[name].items())[-1 if largest_only else 0 :]:
-            p = _compile(trace, rollout_mesh if name in SAMPLER_PROGRAMS else mesh, others)
+        for width in programs[name].widths[-1 if largest_only else 0 :]:
+            p = _compile(programs[name], width, others)
             variants.append(replace(p, width=width))
             log(f"{name} {width or ''}: {p.refused or f'{p.total_bytes / GIB:.2f} GiB'} ({p.compile_s:.0f} s)")
         worst = max(variants, key=lambda p: (bool(p.refused), p.total_bytes))
@@ -239,6 +239,7 @@ def _resident_during(program: str, in_place: bool) -> tuple[str, ...]:
     return {
         "reshard": ("optimizer", *both, "reference", *(("frozen_base",) if in_place else ())),
         "logprobs": ("optimizer", *both, "reference"),
+        "reference_logprobs": ("parameters", "optimizer", *both),
         "accumulate": ("optimizer", *both, "reference"),
         "apply": ("frozen_base", *both, "reference"),
         "critic_values": ("parameters", "optimizer", "reference", "critic_optimizer"),
@@ -263,7 +264,7 @@ def advice(plan: Plan, config: Config) -> list[str]:
     chips = "use more chips (config.mesh.fsdp)"
     slots = f"lower config.rollout.slots={config.rollout.slots}"
     changes = {
-        **dict.fromkeys(("accumulate", "logprobs", "critic_accumulate", "critic_values"), micro),
+        **dict.fromkeys(("accumulate", "logprobs", "reference_logprobs", "critic_accumulate", "critic_values"), micro),
         **dict.fromkeys(("apply", "critic_apply", START), chips),
         **dict.fromkeys(("extend", "refresh"), f"{slots} or obs_tokens={config.rollout.obs_tokens}"),
         "reshard": f"raise config.mesh.rollout_tensor={plan.rollout_mesh['tensor']}, or use more chips",
@@ -284,19 +285,18 @@ def bare_sampler(config: Config, model: DecoderConfig, mesh: Mesh) -> Any:
     return make_sampler(config, model, mesh, tables, min(TOKENIZER_IDS, model.vocab_rows), [0])
 
 
-def _compile(trace: Callable[[], Any], mesh: Mesh, resident: int) -> ProgramMemory:
-    """Compiles one program. `resident`: bytes of the other arrays in memory."""
+def _compile(program: Program, width: int, resident: int) -> ProgramMemory:
+    """Compiles a program for one width. `resident`: bytes of the other arrays in memory."""
     start = time.monotonic()
     try:
-        with jax.set_mesh(mesh):
-            analysis = trace().lower().compile().memory_analysis()
+        analysis = program.compile(width).memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         needs = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", str(error))
         reason = f"{needs[1]} GiB of temporaries, {needs[2]} available" if needs else "out of memory"
         return ProgramMemory(0, resident, time.monotonic() - start, reason)
-    if mesh.devices.flat[0].platform == "tpu":
+    if program.mesh.devices.flat[0].platform == "tpu":
         peak = analysis.peak_memory_in_bytes
     else:  # other compilers leave temporary arrays out of peak_memory_in_bytes
         arguments_and_results = analysis.argument_size_in_bytes + analysis.output_size_in_bytes

@@ -94,7 +94,7 @@ def micro_batches(
 def padding(pieces: Sequence[tuple[list[Place], MicroBatch]]) -> float:
     """The share of the micro-batches' positions that are padding."""
     real, total = (sum(count(piece.segments) for _, piece in pieces) for count in (np.count_nonzero, np.size))
-    return 1 - real / max(total, 1)
+    return 1 - real / total if total else 0.0
 
 
 def _cost(row_widths: Sequence[int], context: int) -> float:

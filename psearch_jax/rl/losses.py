@@ -9,10 +9,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from psearch_jax.config import LearningSection
 from psearch_jax.runtime.metrics import Ratio
-from psearch_jax.types import MicroBatch
+from psearch_jax.types import MicroBatch, TrainBatch
 
 METRICS = ("loss", "kl", "entropy", "clip_fraction", "ratio", "logp_gap", "importance", "importance_squared")
 VALUE_METRICS = ("loss", "value", "clip_fraction")
@@ -69,6 +70,15 @@ def aggregate(per_token: jax.Array, batch: MicroBatch, aggregation: str, context
         return Ratio(jnp.sum(per_token / jnp.maximum(tokens, 1.0)), trajectories)
     trajectories = jnp.sum(jnp.max(batch.segments, axis=1)).astype(jnp.float32)
     return Ratio(jnp.sum(per_token), trajectories * context_tokens)
+
+
+def count_rows(batch: TrainBatch, aggregation: str, context_tokens: int) -> float:
+    """What rows that are not packed would add to the count of `aggregate`."""
+    if aggregation == "token_mean":
+        return batch.mask.sum()
+    if aggregation == "sequence_mean":
+        return np.count_nonzero(batch.mask.any(axis=1))
+    return np.count_nonzero(batch.length) * context_tokens
 
 
 def policy_loss(

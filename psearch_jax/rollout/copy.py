@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.models import lora
+from psearch_jax.runtime.compiling import Program, abstract
 from psearch_jax.sharding import SAMPLING, STORAGE, param_shardings
 
 
@@ -76,17 +77,20 @@ class SamplingCopy:
         rollout_mesh = rollout_mesh or mesh
         same = rollout_mesh == mesh and all(x.dtype == dtype for x in jax.tree.leaves(weights))
         self._in_place = same and not trained and can_sample_in_place(weights, mesh)
+        self._mesh = mesh
         self._cast = make_cast(self._copied(weights, adapters), dtype, rollout_mesh, rollout_mesh != mesh)
 
     def __call__(self, weights: nnx.State, adapters: nnx.State | None = None) -> nnx.State:
         if self._in_place and adapters is None:
             return weights
-        copy = self._cast(self._copied(weights, adapters))
+        with jax.set_mesh(self._mesh):
+            copy = self._cast(self._copied(weights, adapters))
         return lora.join_adapters(weights, copy) if self._in_place else copy
 
-    def traced(self, weights: nnx.State, adapters: nnx.State | None = None) -> jax.stages.Traced:
-        """The casting program, traced for ShapeDtypeStructs."""
-        return self._cast.trace(self._copied(weights, adapters))
+    def program(self, weights: nnx.State, adapters: nnx.State | None = None) -> Program:
+        """The program that a call with these arguments runs; ShapeDtypeStructs are enough."""
+        arguments = jax.tree.map(abstract, self._copied(weights, adapters))
+        return Program("reshard", self._cast, lambda _: (arguments,), self._mesh)
 
     def _copied(self, weights: nnx.State, adapters: nnx.State | None) -> nnx.State:
         """The parameters that the copy does not share with training."""

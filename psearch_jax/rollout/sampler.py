@@ -47,7 +47,7 @@ from psearch_jax.rollout.sampler_programs import (
     YieldLimits,
     choose_at_random,
 )
-from psearch_jax.runtime.compiling import Program
+from psearch_jax.runtime.compiling import Program, abstract
 from psearch_jax.sharding import (
     ROWS,
     SAMPLING,
@@ -301,7 +301,7 @@ class Sampler:
         """
         if weights is None:
             weights = SamplingWeights(self.abstract_params(), None)
-        weights = jax.tree.map(_abstract, weights)
+        weights = jax.tree.map(abstract, weights)
         state = self.abstract_state(shapes.slots, shapes.positions)
         tables = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(self.mesh)), self._host_tables
@@ -398,9 +398,3 @@ def _keys(rows: int) -> jax.ShapeDtypeStruct:
 def _per_row(number: int | np.ndarray, rows: np.ndarray) -> np.ndarray:
     """One number, or one per row [R], as [R] int32: a single shape, so that a program is compiled once."""
     return np.full(rows.shape, number, np.int32)
-
-
-def _abstract(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An argument as a ShapeDtypeStruct; jit ignores the sharding of an array that is not committed to its device."""
-    committed = getattr(x, "committed", True)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if committed else None)

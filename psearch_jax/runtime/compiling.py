@@ -53,6 +53,12 @@ class Program:
             return self.trace(width).lower().compile()
 
 
+def abstract(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """An argument as a ShapeDtypeStruct; jit ignores the sharding of an array that is not committed to its device."""
+    committed = getattr(x, "committed", True)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if committed else None)
+
+
 def compile_all(programs: Sequence[Program]) -> None:
     """Compiles programs for all of their widths, in several threads, without running them.
 

@@ -22,7 +22,7 @@ from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import is_remote, locate, write_atomically
 
 # The phases of a training step that do not overlap: the sum of their `PHASE_s` is its duration.
-PHASES = ("rollout", "probe", "reward", "logprobs", "update")
+PHASES = ("rollout", "reward", "logprobs", "update")
 PUT_S = 30.0
 _ROWS = "metrics.jsonl"
 

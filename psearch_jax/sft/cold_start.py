@@ -258,7 +258,7 @@ def train(
     batches, trainer = Batches(config, tokenizer, rows), make_trainer(config, tokenizer)
     state = init_state(starting_params(shape, config.seed), optimizer, trainer.mesh)
     checkpoints = Checkpoints(directory, keep=1) if directory else None
-    restored = checkpoints.restore(state) if checkpoints else None
+    restored = checkpoints.restore(state) if checkpoints and checkpoints.latest() is not None else None
     first = 0
     if restored:
         state, first = restored[0], int(restored[1]["step"])

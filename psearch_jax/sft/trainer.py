@@ -148,8 +148,7 @@ def _resume(
     if checkpoints.latest() is None:
         return 0, make()
     del make
-    restored = checkpoints.restore(run.abstract, accept)
-    assert restored is not None
-    step = int(restored[1]["step"])
+    state, loop = checkpoints.restore(run.abstract, accept)
+    step = int(loop["step"])
     log.info("resuming after step %d", step)
-    return step, restored[0]
+    return step, state

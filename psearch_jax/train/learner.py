@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 
 from psearch_jax.config import DecoderConfig, LearningSection
 from psearch_jax.models import decoder
-from psearch_jax.rl.losses import METRICS, policy_loss
+from psearch_jax.rl.batch import Place, select_rows
+from psearch_jax.rl.losses import METRICS, count_rows, policy_loss
 from psearch_jax.rollout.copy import SamplingCopy
+from psearch_jax.runtime.compiling import Program, abstract
 from psearch_jax.runtime.metrics import Ratio
-from psearch_jax.sharding import STORAGE, param_shardings, placed
-from psearch_jax.train.trainable import Trainable, TrainingOptions, hidden_states, never_stop
+from psearch_jax.train.trainable import Omitted, Trainable, TrainingOptions, hidden_states, never_stop
 from psearch_jax.types import MicroBatch, TrainBatch
 
 
@@ -66,7 +67,7 @@ class Learner(Trainable):
     ):
         self._has_reference = learning.kl_coefficient > 0
         self._reads_own_logprobs = on_policy and learning.old_logprobs == "trainer"
-        self._lora, self._learning = options.lora, learning
+        self._learning, self._context_tokens = learning, options.context_tokens
         metrics = [name for name in METRICS if name != "kl" or self._has_reference]
 
         def loss_fn(model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
@@ -83,15 +84,15 @@ class Learner(Trainable):
         super().__init__(
             model, learning, optimizer, mesh, options, loss_fn=loss_fn, metrics=metrics, score_fn=score_fn, base=base
         )
-        self._reference_score_program = self._compile_score(
+        self._reference_score = self._jit_score(
             decoder.graphdef(model, options.dtype, options.remat, self._backend, options.shard_residual)
         )
-        _, weights = decoder.abstract_params(model)
-        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sampling_dtype), weights)
-        self._frozen = placed(cast, param_shardings(weights, STORAGE, mesh)) if options.lora else None
-        parts = self._weights_and_adapters(cast, self._abstract.params)
         self._copy = SamplingCopy(
-            *parts, sampling_dtype, mesh, trained=options.lora is None, rollout_mesh=rollout_mesh
+            *self._weights_and_adapters(self._abstract.params),
+            sampling_dtype,
+            mesh,
+            trained=options.lora is None,
+            rollout_mesh=rollout_mesh,
         )
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))
 
@@ -101,9 +102,26 @@ class Learner(Trainable):
         in_update = self._reads_own_logprobs and self._learning.kl_in == "loss"
         return self._learning.old_logprobs == "trainer" and not in_update
 
+    def has_gradient(self, batch: TrainBatch) -> np.ndarray:
+        """[N] bool, the rows that `update` trains on.
+
+        Without a KL penalty and an entropy bonus, a row without any advantage has a gradient of exactly 0. Such rows
+        count in the divisor of the loss and are not computed; all other metrics are means over the trained rows.
+        """
+        if self._has_reference or self._learning.entropy_coefficient:
+            return np.ones(len(batch.length), bool)
+        return (batch.advantage != 0).any(axis=1)
+
+    def _pack_trained(self, batch: TrainBatch) -> tuple[list[tuple[list[Place], MicroBatch]], Omitted]:
+        trained = self.has_gradient(batch)
+        others = select_rows(batch, np.flatnonzero(~trained))
+        count = count_rows(others, self._learning.aggregation, self._context_tokens)
+        omitted = Omitted(np.float32(count), np.float32(others.mask.sum()))
+        return self._packed(select_rows(batch, np.flatnonzero(trained))), omitted
+
     def sampling_copy(self, params: nnx.State) -> nnx.State:
         """The parameters in the sampler's format. The copy may alias the base, which is never donated."""
-        return self._copy(*self._weights_and_adapters(self.base, params))
+        return self._copy(*self._weights_and_adapters(params))
 
     def reference_copy(self, params: nnx.State) -> nnx.State:
         """A frozen copy in the sampling dtype and storage sharding; with adapters, the base itself."""
@@ -113,40 +131,27 @@ class Learner(Trainable):
         self, reference: nnx.State, batch: TrainBatch, check_stop: Callable[[], None] = never_stop
     ) -> np.ndarray:
         """`score` with the reference: complete weights, or the adapters that a run started from. [N, S] float32."""
-        program, frozen = self._scored_by(reference)
-        return self._over_batch(lambda micro_batch: program(reference, frozen, micro_batch), batch, check_stop)
+        score, frozen = self._reference_call(reference, self._frozen)
+        return self._over_batch(lambda micro_batch: score(reference, frozen, micro_batch), batch, check_stop)
 
-    def _scored_by(self, reference: nnx.State) -> tuple[Callable[..., jax.Array], Any]:
-        """The program that scores with a reference, and its frozen inputs."""
-        if "adapters" in reference:
-            return self._score_program, self._frozen_inputs
-        return self._reference_score_program, None
+    def _reference_call(self, reference: nnx.State, frozen: nnx.State | None) -> tuple[Any, nnx.State | None]:
+        """The jitted function that scores with a reference, and its frozen weights."""
+        return (self._score, frozen) if "adapters" in reference else (self._reference_score, None)
 
-    def warm_up(self, params: nnx.State, reference: nnx.State | None = None) -> None:
-        """As `Trainable.warm_up`, and compiles the reference's `score`."""
-        super().warm_up(params)
-        if reference is None:
-            return
-        program, frozen = self._scored_by(reference)
-        calls = [(reference, frozen, batch) for batch in self._empty_batches()]
-        with jax.set_mesh(self.mesh):
-            self._compile(program, calls)
-            for call in calls:
-                jax.block_until_ready(program(*call))
+    def programs(self, reference: nnx.State | None = None) -> list[Program]:
+        """As `Trainable.programs`, with those that make the sampling copy and score with the reference.
 
-    def compilations(self) -> dict[str, int]:
-        """Number of shapes each program was compiled for."""
-        return super().compilations() | {"reference_logprobs": self._reference_score_program._cache_size()}
+        Args:
+          reference: of `reference_score`, if the run has one.
+        """
+        copy = self._copy.program(*self._weights_and_adapters(self._abstract.params))
+        programs = [copy, *super().programs()]
+        if reference is not None:
+            function, frozen = self._reference_call(reference, self._abstract_frozen())
+            reference = jax.tree.map(abstract, reference)
+            programs.append(self._score_program("reference_logprobs", function, reference, frozen))
+        return programs
 
-    def traced(self, frozen: nnx.State | None = None) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
-        """As `Trainable.traced`, with the program that makes the sampling copy (`reshard`)."""
-        frozen = self._frozen if frozen is None else frozen
-        parts = self._weights_and_adapters(frozen, self._state().params)
-        programs = super().traced(frozen)
-        if not self.needs_score and not self._has_reference:
-            programs["logprobs"] = {}
-        return {"reshard": {0: lambda: self._copy.traced(*parts)}, **programs}
-
-    def _weights_and_adapters(self, base: nnx.State | None, params: nnx.State) -> tuple[nnx.State, nnx.State | None]:
-        """(weights, adapters): (base, params) with LoRA, else (params, None)."""
-        return (base, params) if self._lora else (params, None)
+    def _weights_and_adapters(self, params: nnx.State) -> tuple[nnx.State, nnx.State | None]:
+        """(base, params) with LoRA, else (params, None)."""
+        return (params, None) if self.base is None else (self.base, params)

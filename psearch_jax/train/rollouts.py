@@ -11,6 +11,7 @@ from psearch_jax.config import Config
 from psearch_jax.rl.advantages import carry_signal, group_advantages
 from psearch_jax.rollout.rollouts import Usage
 from psearch_jax.runtime import processes, progress
+from psearch_jax.train.replay import Recording
 from psearch_jax.train.run import Run
 from psearch_jax.types import Question, RewardParts, Trajectory
 
@@ -39,27 +40,27 @@ def collect_rollouts(run: Run, questions: Sequence[Question], step: int, times: 
     Raises:
       Interrupted, RetrievalError: as `Collector.collect`.
     """
+    if run.recording is not None:
+        return _replay(run, run.recording, questions, step, times)
     config, rollouts = run.config, Rollouts()
-    while True:
+    for further in range(config.train.dynamic_sampling_rounds + 1):
+        if further:
+            questions = next(run.loader)
         with run.phase("rollout", times):
-            if run.recording is None:
-                fresh = _sample(run, questions, step, rollouts)
-            else:
-                fresh = _replay(run, questions, step, len(rollouts.draws))
+            fresh = _sample(run, questions, step, rollouts)
         with run.phase("reward", times):
-            rollouts.draws.append(fresh)
-            rollouts.trajectories += fresh
-            rollouts.rewards += run.reward(fresh)
-            rollouts.advantages = compute_advantages(rollouts.trajectories, rollouts.rewards, config)
-        if run.recording is not None:
-            is_complete = len(rollouts.draws) == len(run.recording.draws(step, config.rollout))
-        else:
-            signals = carry_signal(rollouts.advantages, config.rollout.samples).sum()
-            further = len(rollouts.draws) - 1
-            is_complete = signals >= config.train.prompts or further >= config.train.dynamic_sampling_rounds
-        if is_complete:
-            return rollouts
-        questions = next(run.loader)
+            _add(run, rollouts, fresh)
+        if carry_signal(rollouts.advantages, config.rollout.samples).sum() >= config.train.prompts:
+            break
+    return rollouts
+
+
+def _add(run: Run, rollouts: Rollouts, fresh: list[Trajectory]) -> None:
+    """Adds a draw with its rewards, and computes the advantages of all draws."""
+    rollouts.draws.append(fresh)
+    rollouts.trajectories += fresh
+    rollouts.rewards += run.reward(fresh)
+    rollouts.advantages = compute_advantages(rollouts.trajectories, rollouts.rewards, run.config)
 
 
 def _sample(run: Run, questions: Sequence[Question], step: int, rollouts: Rollouts) -> list[Trajectory]:
@@ -88,17 +89,19 @@ def _sample(run: Run, questions: Sequence[Question], step: int, rollouts: Rollou
     return [t for t in collected if t.question.identity not in known]
 
 
-def _replay(run: Run, questions: Sequence[Question], step: int, number: int) -> list[Trajectory]:
-    """A recorded draw of a step, whose questions are those that this run would ask."""
-    recording = run.recording
-    assert recording is not None
-
-    def read() -> list[Trajectory]:
-        draws = recording.draws(step, run.config.rollout)
-        recording.check_questions(step, draws[: number + 1], questions)
-        return draws[number]
-
-    return processes.all_or_none(read)
+def _replay(
+    run: Run, recording: Recording, questions: Sequence[Question], step: int, times: dict[str, float]
+) -> Rollouts:
+    """The recorded rollouts of a step, whose questions are those that this run would ask."""
+    rollouts = Rollouts()
+    with run.phase("rollout", times):
+        draws = processes.all_or_none(lambda: recording.load(step, run.config.rollout))
+        asked = [*questions, *(question for _ in draws[1:] for question in next(run.loader))]
+        processes.all_or_none(lambda: recording.check_questions(step, draws, asked))
+    with run.phase("reward", times):
+        for draw in draws:
+            _add(run, rollouts, draw)
+    return rollouts
 
 
 def compute_advantages(

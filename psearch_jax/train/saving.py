@@ -13,9 +13,10 @@ from psearch_jax.config import best_metric
 from psearch_jax.rollout.stream import InFlight
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import MetricsWriter
-from psearch_jax.train.checkpointing import in_flight, settings
+from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.best import Best
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
+from psearch_jax.train.checkpointing.in_flight import gather_in_flight, restore_in_flight
 from psearch_jax.train.checkpointing.preemption import Interrupted, saved_after
 from psearch_jax.train.critic import critic_learning
 from psearch_jax.train.run import Run
@@ -64,7 +65,7 @@ class Saver:
         with self._run.phase("checkpoint"):
             processes.allgather(self.writer.flush)
             if self._run.config.train.staleness:
-                loop["in_flight"] = in_flight.saved(rollouts, self._run.config.rollout.samples)
+                loop["in_flight"] = gather_in_flight(rollouts, self._run.config.rollout.samples)
             self.checkpoints.save(step, self._run.state, loop)
         self._saved = time.monotonic()
 
@@ -119,7 +120,7 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
         nonlocal rollouts
         changes.update(settings.accepted_changes(loop, run.settings, workdir, allow_changes))
         kept = "in_flight" in loop and not any(name.startswith(_ROLLOUT_FIELDS) for name in changes)
-        rollouts = in_flight.restored(loop["in_flight"], run.config.rollout.samples) if kept else None
+        rollouts = restore_in_flight(loop["in_flight"], run.config.rollout.samples) if kept else None
 
     run.initial_state = None  # frees the initial weights before the checkpoint is loaded
     run.state, loop = checkpoints.restore(run.abstract, accept)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ from psearch_jax.models.backend import choose_backend
 from psearch_jax.models.buckets import buckets, row_widths
 from psearch_jax.rl.batch import Place, micro_batches, padding
 from psearch_jax.runtime import progress
-from psearch_jax.runtime.compiling import Program, compile_all
+from psearch_jax.runtime.compiling import Program, abstract
 from psearch_jax.runtime.metrics import WEIGHT, Ratio
-from psearch_jax.sharding import constrain, placed, replicated, rows_sharding
+from psearch_jax.sharding import constrain, placed, replicated
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
 from psearch_jax.types import MicroBatch, TrainBatch
 
@@ -47,6 +47,13 @@ class Sums:
     loss: Ratio
     metrics: dict[str, Ratio]
     tokens: jax.Array  # [] float32, trained tokens
+
+
+class Omitted(NamedTuple):
+    """The counts of rows that are left out of the micro-batches of an update, because their gradient is 0."""
+
+    loss_count: np.float32 = np.float32(0)  # what they add to the divisor of loss and gradient
+    tokens: np.float32 = np.float32(0)  # in their mask
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ def empty_micro_batch(rows: int, width: int, like: Callable[[tuple[int, int], An
     return MicroBatch(**{name: like((rows, width), dtype) for name, dtype in dtypes.items()})
 
 
-def merged(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> decoder.Decoder:
+def merge(graph: nnx.GraphDef, params: nnx.State, base: nnx.State | None) -> decoder.Decoder:
     """The model with its arrays; `base` holds the weights that `params` lacks, or is None."""
     return nnx.merge(graph, params) if base is None else nnx.merge(graph, base, params)
 
@@ -108,7 +115,7 @@ class Trainable:
       score_name: the name of the `score` program, such as `logprobs`.
       update_name: the name of an update's progress.
       learning_rate_fn: the learning rate of the next update from a state; default: that of `make_optimizer`.
-      base: with `lora`, the frozen weights in storage sharding. Without them nothing can be run, only traced.
+      base: with `lora`, the frozen weights in storage sharding; ShapeDtypeStructs are enough to compile.
       values: the model has a value head in place of the lm head.
     """
 
@@ -134,7 +141,7 @@ class Trainable:
         self._learning_rate_fn = learning_rate_fn or functools.partial(learning_rate, learning=learning)
         dtype, lora = options.dtype, options.lora
         self._backend = backend = choose_backend(mesh, dtype, model)
-        self._base, self._frozen_inputs = base, self._as_trained_on(base)
+        self.base = base
         self._graph = decoder.graphdef(
             model,
             dtype,
@@ -148,36 +155,31 @@ class Trainable:
         self._widths = (buckets if self._per_row == 1 else row_widths)(options.context_tokens, options.num_buckets)
         self._learning, self._optimizer, self.mesh = learning, optimizer, mesh
         trained = adapters.abstract_trained(decoder.abstract_params(model, values)[1], model, lora)
-        self._abstract = abstract_state(trained, optimizer)
-        self._places = state_shardings(self._abstract, mesh)
-        sums_places = Sums(self._places.params, *[replicated(mesh)] * 3)
-        self._score_program = self._compile_score(self._graph)
-        self._zero = jax.jit(self._zero_program, out_shardings=sums_places)
+        state = abstract_state(trained, optimizer)
+        shardings = state_shardings(state, mesh)
+        self._abstract = placed(state, shardings)
+        self._sums_shardings = Sums(shardings.params, *[replicated(mesh)] * 3)
+        self._score = self._jit_score(self._graph)
+        self._zero = jax.jit(self._zero_sums, out_shardings=self._sums_shardings)
         self._accumulate = jax.jit(
-            self._accumulate_program, donate_argnames="sums", out_shardings=(sums_places, replicated(mesh))
+            self._add_micro_batch, donate_argnames="sums", out_shardings=(self._sums_shardings, replicated(mesh))
         )
-        self._apply = jax.jit(
-            self._apply_program, donate_argnames="state", out_shardings=(self._places, replicated(mesh))
-        )
+        self._apply = jax.jit(self._apply_sums, donate_argnames="state", out_shardings=(shardings, replicated(mesh)))
         self._names = [".".join(path) for path, _ in nnx.to_flat_state(trained)]
 
-    @property
-    def base(self) -> nnx.State | None:
-        """With `lora`, the frozen weights in storage sharding."""
-        return self._base
-
-    def _as_trained_on(self, weights: nnx.State | None) -> nnx.State | None:
-        """The frozen weights as the programs take them; one CPU would convert them again for every micro-batch."""
-        return jax.tree.map(lambda x: x.astype(jnp.float32), weights) if self._backend.widens_frozen else weights
+    @functools.cached_property
+    def _frozen(self) -> nnx.State | None:
+        """The base as the programs take it; one CPU would convert it again for every micro-batch."""
+        if not self._backend.widens_frozen:
+            return self.base
+        return jax.tree.map(lambda x: x.astype(jnp.float32), self.base)
 
     def score(self, params: nnx.State, batch: TrainBatch, check_stop: Callable[[], None] = never_stop) -> np.ndarray:
         """The score of every token in the batch's mask; 0 elsewhere. [N, S] float32.
 
         `check_stop` is called before every micro-batch, while at most one is running, and may raise.
         """
-        return self._over_batch(
-            lambda micro_batch: self._score_program(params, self._frozen_inputs, micro_batch), batch, check_stop
-        )
+        return self._over_batch(lambda micro_batch: self._score(params, self._frozen, micro_batch), batch, check_stop)
 
     def update(
         self, state: TrainState, batch: TrainBatch, check_stop: Callable[[], None] = never_stop
@@ -189,22 +191,28 @@ class Trainable:
         finite, or no token is trained, parameters and optimizer state stay unchanged and `skipped` is 1. Means without
         anything to count are NaN.
         """
-        packed = self._packed(batch)
-        state, metrics = self.update_micro_batches(state, [micro_batch for _, micro_batch in packed], check_stop)
+        packed, omitted = self._pack_trained(batch)
+        micro_batches = [micro_batch for _, micro_batch in packed]
+        state, metrics = self.update_micro_batches(state, micro_batches, check_stop, omitted)
         return state, metrics | {"update_padding": padding(packed)}
 
     def update_micro_batches(
-        self, state: TrainState, micro_batches: Sequence[MicroBatch], check_stop: Callable[[], None] = never_stop
+        self,
+        state: TrainState,
+        micro_batches: Sequence[MicroBatch],
+        check_stop: Callable[[], None] = never_stop,
+        omitted: Omitted = Omitted(),  # noqa: B008 (immutable)
     ) -> tuple[TrainState, dict[str, float]]:
         """`update` on micro-batches that the caller has packed. Each distinct shape is compiled once."""
-        sums = self._sums(state.params, micro_batches, check_stop)
+        sums = self._sums(state.params, micro_batches, check_stop, omitted)
         with jax.set_mesh(self.mesh):
             state, metrics = self._apply(state, sums)
         return state, {k: float(v) for k, v in jax.device_get(metrics).items()}
 
     def gradients(self, params: nnx.State, batch: TrainBatch) -> nnx.State:
         """The gradients that `update` would use, before clipping."""
-        sums = self._sums(params, [micro_batch for _, micro_batch in self._packed(batch)], never_stop)
+        packed, omitted = self._pack_trained(batch)
+        sums = self._sums(params, [micro_batch for _, micro_batch in packed], never_stop, omitted)
         return _mean_gradients(sums)
 
     def nonfinite_cause(self, metrics: Mapping[str, float]) -> str:
@@ -212,72 +220,45 @@ class Trainable:
         index = int(metrics["nonfinite_param"])
         return f"first in the gradient of {self._names[index]}" if index >= 0 else "in the loss or the gradient's norm"
 
-    def warm_up(self, params: nnx.State) -> None:
-        """Compiles `accumulate` and `score` at every width; the first update compiles `apply`."""
-        frozen, batches = self._frozen_inputs, self._empty_batches()
-        with jax.set_mesh(self.mesh):
-            sums = self._zero(params)
-            self._compile(self._accumulate, [(params, frozen, sums, batch) for batch in batches])
-            for batch in batches:
-                sums, _ = self._accumulate(params, frozen, sums, batch)
-            jax.block_until_ready(sums)
-            if self.needs_score:
-                self._compile(self._score_program, calls := [(params, frozen, batch) for batch in batches])
-                for call in calls:
-                    jax.block_until_ready(self._score_program(*call))
+    def programs(self) -> list[Program]:
+        """Every program of a step."""
+        frozen, state = self._abstract_frozen(), self._abstract
+        sums = jax.eval_shape(self._zero_sums, state.params, Omitted())
+        sums = placed(sums, jax.tree.broadcast(self._sums_shardings, sums))
+        programs = [
+            Program("zero", self._zero, lambda _: (state.params, Omitted()), self.mesh),
+            Program(
+                "accumulate",
+                self._accumulate,
+                lambda width: (state.params, frozen, sums, self._abstract_micro_batch(width)),
+                self.mesh,
+                self._widths,
+            ),
+            Program("apply", self._apply, lambda _: (state, sums), self.mesh),
+        ]
+        if self.needs_score:
+            programs.append(self._score_program(self.score_name, self._score, state.params, frozen))
+        return programs
 
-    def _empty_batches(self) -> list[MicroBatch]:
-        """A micro-batch of padding for every width."""
-        rows = self._learning.micro_batch_rows
-        return [empty_micro_batch(rows, width, np.zeros) for width in self._widths]
+    def _score_program(self, name: str, function: Any, params: nnx.State, frozen: nnx.State | None) -> Program:
+        def arguments(width: int) -> tuple[Any, ...]:
+            return params, frozen, self._abstract_micro_batch(width)
 
-    def _compile(self, program: Any, calls: Sequence[tuple[Any, ...]]) -> None:
-        """Compiles a jitted program for each tuple of arguments, several at a time; later calls reuse the results."""
-        compile_all([Program(self.score_name, program, functools.partial(_same, call), self.mesh) for call in calls])
+        return Program(name, function, arguments, self.mesh, self._widths)
+
+    def _abstract_micro_batch(self, width: int) -> MicroBatch:
+        return empty_micro_batch(self._learning.micro_batch_rows, width, jax.ShapeDtypeStruct)
+
+    def _abstract_frozen(self) -> nnx.State | None:
+        """`_frozen` as ShapeDtypeStructs, also if `base` has no values."""
+        dtype = jnp.float32 if self._backend.widens_frozen else None
+        frozen = jax.tree.map(abstract, self.base)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=x.sharding), frozen)
 
     @property
     def needs_score(self) -> bool:
         """Whether a batch must be scored before its updates."""
         return True
-
-    def compilations(self) -> dict[str, int]:
-        """Number of shapes each program was compiled for."""
-        programs = {self.score_name: self._score_program, "accumulate": self._accumulate, "apply": self._apply}
-        return {name: program._cache_size() for name, program in programs.items()}
-
-    def traced(self, frozen: nnx.State | None = None) -> dict[str, dict[int, Callable[[], jax.stages.Traced]]]:
-        """Traces of every program by width (0: no width), to compile without the devices (planning/plan.py).
-
-        Args:
-          frozen: `base` as ShapeDtypeStructs.
-        """
-        rows, mesh = self._learning.micro_batch_rows, self.mesh
-        frozen = jax.eval_shape(self._as_trained_on, frozen)
-        state = self._state()
-        sums = jax.eval_shape(self._zero_program, state.params)
-        sums = placed(sums, replace(jax.tree.map(lambda _: replicated(mesh), sums), grads=self._places.params))
-
-        def micro_batch(width: int) -> MicroBatch:
-            place = rows_sharding(mesh, 2)
-            return empty_micro_batch(
-                rows, width, lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-            )
-
-        def score(width: int) -> jax.stages.Traced:
-            return self._score_program.trace(state.params, frozen, micro_batch(width))
-
-        def accumulate(width: int) -> jax.stages.Traced:
-            return self._accumulate.trace(state.params, frozen, sums, micro_batch(width))
-
-        return {
-            self.score_name: {width: functools.partial(score, width) for width in self._widths},
-            "accumulate": {width: functools.partial(accumulate, width) for width in self._widths},
-            "apply": {0: lambda: self._apply.trace(state, sums)},
-        }
-
-    def _state(self) -> TrainState:
-        """The state as ShapeDtypeStructs with shardings."""
-        return placed(self._abstract, self._places)
 
     def _over_batch(
         self, program: Callable[[MicroBatch], jax.Array], batch: TrainBatch, check_stop: Callable[[], None]
@@ -300,45 +281,53 @@ class Trainable:
     def _packed(self, batch: TrainBatch) -> list[tuple[list[Place], MicroBatch]]:
         return micro_batches(batch, self._learning.micro_batch_rows, self._widths, self._per_row)
 
-    def _sums(self, params: nnx.State, packed: Sequence[MicroBatch], check_stop: Callable[[], None]) -> Sums:
+    def _pack_trained(self, batch: TrainBatch) -> tuple[list[tuple[list[Place], MicroBatch]], Omitted]:
+        """The micro-batches of the rows with a gradient, and the counts of the others; here, all rows have one."""
+        return self._packed(batch), Omitted()
+
+    def _sums(
+        self, params: nnx.State, packed: Sequence[MicroBatch], check_stop: Callable[[], None], omitted: Omitted
+    ) -> Sums:
         with jax.set_mesh(self.mesh), progress.step(self._update_name, len(packed), patient=True):
-            sums, finished = self._zero(params), []
+            sums, finished = self._zero(params, omitted), []
             for done, micro_batch in enumerate(packed):
                 jax.block_until_ready(finished[-2:-1])  # the last micro-batch keeps running
                 progress.reach(max(done - 1, 0))
                 check_stop()
-                sums, counted = self._accumulate(params, self._frozen_inputs, sums, micro_batch)
+                sums, counted = self._accumulate(params, self._frozen, sums, micro_batch)
                 finished.append(counted)
         return sums
 
     # ---- the programs ----
 
-    def _compile_score(self, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
-        """The compiled program (params, base, micro_batch) -> scores for the model of `graph`."""
+    def _jit_score(self, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
+        """The jitted function (params, base, micro_batch) -> scores for the model of `graph`."""
 
         def program(params: nnx.State, base: nnx.State | None, micro_batch: MicroBatch) -> jax.Array:
-            return self._score_fn(merged(graph, params, base), micro_batch)
+            return self._score_fn(merge(graph, params, base), micro_batch)
 
         return jax.jit(program, out_shardings=replicated(self.mesh))
 
-    def _zero_program(self, params: nnx.State) -> Sums:
-        zero = Ratio(jnp.float32(0), jnp.float32(0))
-        return Sums(jax.tree.map(jnp.zeros_like, params), zero, dict.fromkeys(self.metrics, zero), jnp.float32(0))
+    def _zero_sums(self, params: nnx.State, omitted: Omitted) -> Sums:
+        zero = jnp.float32(0)
+        loss = Ratio(zero, zero + omitted.loss_count)
+        metrics = dict.fromkeys(self.metrics, Ratio(zero, zero)) | {"loss": loss}
+        return Sums(jax.tree.map(jnp.zeros_like, params), loss, metrics, zero + omitted.tokens)
 
-    def _accumulate_program(
+    def _add_micro_batch(
         self, params: nnx.State, base: nnx.State | None, sums: Sums, micro_batch: MicroBatch
     ) -> tuple[Sums, jax.Array]:
         """The sums with those of a micro-batch, and its number of tokens, which is not donated to the next call."""
 
         def total(params: nnx.State) -> tuple[jax.Array, tuple[Ratio, dict[str, Ratio]]]:
-            loss, metrics = self._loss_fn(merged(self._graph, params, base), micro_batch)
+            loss, metrics = self._loss_fn(merge(self._graph, params, base), micro_batch)
             return loss.total, (loss, metrics)
 
         (_, (loss, metrics)), grads = jax.value_and_grad(total, has_aux=True)(params)
         tokens = jnp.sum(micro_batch.mask)
         return jax.tree.map(jnp.add, sums, Sums(grads, loss, metrics, tokens)), tokens
 
-    def _apply_program(self, state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _apply_sums(self, state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, metrics, tokens = _mean_gradients(sums), sums.metrics, sums.tokens
         norm = optax.global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
@@ -368,8 +357,3 @@ class Trainable:
 
 def _mean_gradients(sums: Sums) -> nnx.State:
     return jax.tree.map(lambda g: g / jnp.maximum(sums.loss.count, 1.0), sums.grads)
-
-
-def _same(arguments: tuple[Any, ...], _: int) -> tuple[Any, ...]:
-    """The arguments of a program that has one shape."""
-    return arguments

@@ -22,9 +22,9 @@ from psearch_jax.rl import gae
 from psearch_jax.rl.advantages import trained_rows
 from psearch_jax.rl.batch import make_batch, mini_batches
 from psearch_jax.runtime import cli, processes
+from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl
 from psearch_jax.runtime.paths import locate, make_writable
-from psearch_jax.train import replay
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.best import Best
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
@@ -33,8 +33,8 @@ from psearch_jax.train.critic import CRITIC
 from psearch_jax.train.monitoring import validation
 from psearch_jax.train.monitoring.alarms import SETTINGS_CHANGED, Alarms, check_finite, read_rows
 from psearch_jax.train.monitoring.figures import learns_policy, step_metrics
-from psearch_jax.train.monitoring.probe import probe
 from psearch_jax.train.monitoring.records import report, write_config, write_json, write_trajectories
+from psearch_jax.train.replay import record
 from psearch_jax.train.rollouts import Rollouts, collect_rollouts
 from psearch_jax.train.run import Run
 from psearch_jax.train.saving import Saver, Start, resume
@@ -96,7 +96,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
             (workdir / "before.json").unlink(missing_ok=True)  # cannot be compared with evaluations from now on
     saver = Saver(run, checkpoints, closers.enter_context(closing(MetricsWriter(workdir))))
     if run.recording is not None:
-        run.recording.check(step, config.train.steps)
+        run.recording.check_steps(step, config.train.steps)
     if config.eval.every_steps and run.evaluation:
         # At step 0, any best checkpoint comes from a run that was killed before its first regular checkpoint.
         digest, until = questions_digest(run.evaluation), step if start.changes or step == 0 else None
@@ -128,9 +128,7 @@ def _steps(run: Run, workdir: Path, saver: Saver, start: Start) -> int:
     may_search = config.rollout.search_turns > 0
     may_split = may_search and config.retrieval.max_sub_queries > 1
     # Only the first process truncates and writes metrics.jsonl, and reports.
-    alarms = (
-        Alarms(config.alarms.window, may_search, read_rows(workdir / "metrics.jsonl")) if processes.first() else None
-    )
+    alarms = Alarms(may_search, read_rows(workdir / "metrics.jsonl")) if processes.first() else None
     stopped: Interrupted | RetrievalError | None = None
     bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not processes.on_terminal())
     while step < config.train.steps:
@@ -156,7 +154,7 @@ def _steps(run: Run, workdir: Path, saver: Saver, start: Start) -> int:
             workdir, step, done.rollouts.trajectories, done.rollouts.rewards, config.train.trajectories_per_step
         )
         if config.train.record_rollouts and run.recording is None:
-            replay.write(workdir, step, done.rollouts.draws)
+            record(workdir, step, done.rollouts.draws)
         report(bar, step, metrics, may_split)
         check_finite(run, workdir, step, metrics)
         step += 1
@@ -199,10 +197,6 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     """
     config, times = run.config, dict[str, float]()
     rollouts = collect_rollouts(run, questions, step, times)  # with rewards and advantages
-    probed = {}
-    if _is_probed(run, step):
-        with run.phase("probe", times):
-            probed = probe(run, step, rollouts.draws[0])
     rows = trained_rows(rollouts.advantages, config.rollout.samples, config.train.prompts)
     trained = [rollouts.trajectories[i] for i in rows]
     trains_all = config.rollout.unfinished != "mask"
@@ -211,8 +205,7 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
         batch = _score(run, batch, np.asarray([rollouts.rewards[i].total for i in rows]))
     with run.phase("update", times):
         run.state, updates = _update(run, batch, step)
-    metrics = step_metrics(run, step, rollouts, trained, batch, updates, times) | probed
-    return StepResult(metrics, rollouts)
+    return StepResult(step_metrics(run, step, rollouts, batch, updates, times), rollouts)
 
 
 def _score(run: Run, batch: TrainBatch, totals: np.ndarray) -> TrainBatch:
@@ -257,36 +250,26 @@ def _update(run: Run, batch: TrainBatch, step: int) -> tuple[TrainState, list[di
     return state, metrics
 
 
-def _is_probed(run: Run, step: int) -> bool:
-    every = run.config.alarms.probe_every_steps
-    return every > 0 and (step + 1) % every == 0 and run.collector.retriever is not None
-
-
 def _compile(run: Run) -> None:
-    """Compiles every program except the optimizer's, which the first step compiles."""
+    """Compiles every program of a step and of its rollouts."""
     run.stop.checker()()
     with run.phase("compile"):
         if run.recording is None:
             weights = run.sampling_weights()
             run.collector.warm_up(weights, suspends=run.config.train.staleness > 0)
             del weights
-        run.learner.warm_up(run.state.params, run.reference)
-        if run.critic is not None:
-            run.critic.warm_up(run.state.critic.params)
+        of_critic = run.critic.programs() if run.critic is not None else []
+        compile_all(run.learner.programs(run.reference) + of_critic)
     run.stop.checker()()
 
 
 def _summary(
     run: Run, step: int, best: Best | None, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    critic_compilations = (
-        {CRITIC + k: n for k, n in run.critic.compilations().items()} if run.critic is not None else {}
-    )
     return {
         "seed": run.config.seed,
         "steps": step,  # above train.steps if the resumed checkpoint is already past it
         "wall_s": {k: round(v, 2) for k, v in run.wall_s.items()},
-        "compilations": {**run.collector.sampler.compilations(), **run.learner.compilations(), **critic_compilations},
         **({"best": best.record} if best else {}),
         "before": {},
         "after": {},

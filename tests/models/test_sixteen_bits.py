@@ -44,8 +44,8 @@ BRIEF = {
 @pytest.fixture
 def no_warm_up(monkeypatch):
     """Compiles only the shapes that occur."""
-    for part in (Collector, Learner):
-        monkeypatch.setattr(part, "warm_up", lambda *_, **__: None)
+    monkeypatch.setattr(Collector, "warm_up", lambda *_, **__: None)
+    monkeypatch.setattr(trainer, "compile_all", lambda _: None)
 
 
 def colab(policy: Path) -> Config:

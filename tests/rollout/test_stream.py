@@ -153,9 +153,9 @@ def test_a_restored_stream_continues_to_the_bit(tiny_tokenizer, policies):
     """A resumed run that loses a rollout in flight, or continues it differently."""
 
     def through_a_file(stream):
-        record = json.loads(json.dumps(in_flight.saved(stream.in_flight(), SAMPLES)))
+        record = json.loads(json.dumps(in_flight.gather_in_flight(stream.in_flight(), SAMPLES)))
         other = make_stream(tiny_tokenizer)
-        other.restore(in_flight.restored(record, SAMPLES))
+        other.restore(in_flight.restore_in_flight(record, SAMPLES))
         return other
 
     straight = collected(make_stream(tiny_tokenizer), policies, ahead=2, batches=5)
@@ -168,10 +168,10 @@ def test_a_snapshot_does_not_change_afterwards(tiny_tokenizer, policies):
     stream, other = make_stream(tiny_tokenizer), make_stream(tiny_tokenizer)
     first = collected(stream, policies, ahead=2, batches=1)
     before = stream.in_flight()
-    saved = in_flight.saved(before, SAMPLES)
+    saved = in_flight.gather_in_flight(before, SAMPLES)
     stream.add(batch(3), step=3)
     again = [stream.collect(policies[1], 1, 1.0)]
-    assert in_flight.saved(before, SAMPLES) == saved
+    assert in_flight.gather_in_flight(before, SAMPLES) == saved
     other.restore(before)
     other.add(batch(3), step=3)
     assert same(again, [other.collect(policies[1], 1, 1.0)]) and first
@@ -219,7 +219,7 @@ def test_rollouts_of_two_processes_continue_in_one_in_order(monkeypatch):
         return InFlight(4 * SAMPLES, (range(2 * SAMPLES), range(2 * SAMPLES, 4 * SAMPLES)), tuple(waiting), (), {})
 
     monkeypatch.setattr(in_flight.processes, "allgather", lambda _: [of(0), of(1)])
-    taken_up = in_flight.restored(in_flight.saved(of(0), SAMPLES), SAMPLES)
+    taken_up = in_flight.restore_in_flight(in_flight.gather_in_flight(of(0), SAMPLES), SAMPLES)
     assert [one.order for one in taken_up.waiting] == list(range(8 * SAMPLES))
     assert [one.question.id for one in taken_up.waiting] == [str(i // SAMPLES) for i in range(8 * SAMPLES)]
     assert taken_up.batches == (range(4 * SAMPLES), range(4 * SAMPLES, 8 * SAMPLES))

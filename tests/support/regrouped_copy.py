@@ -39,9 +39,8 @@ def difference(data: int, fsdp: int, tensor: int, sampler_tensor: int) -> float:
         differences += [float(np.max(np.abs(np.asarray(a, np.float32) - np.asarray(b, np.float32)))) for a, b in pairs]
     if sampler_tensor > 1:
         copy = SamplingCopy(weights, None, jnp.float32, mesh, trained=True, rollout_mesh=sampler)
-        with jax.set_mesh(mesh):  # as a plan traces it
-            traced = copy.traced(placed(weights, param_shardings(weights, STORAGE, mesh)))
-            shapes = set(re.findall(r"f32\[([\d,]+)\]", traced.lower().compile().as_text()))
+        program = copy.program(placed(weights, param_shardings(weights, STORAGE, mesh)))
+        shapes = set(re.findall(r"f32\[([\d,]+)\]", program.compile(0).as_text()))
         complete = weights["layers"]["up_kernel"].get_value().shape
         assert ",".join(map(str, complete)) not in shapes, shapes
     return max(differences)

@@ -18,7 +18,7 @@ from runs import command, final_params, metrics_without_clocks, run, small_confi
 from psearch_jax.assembly import build
 from psearch_jax.config import from_mapping
 from psearch_jax.models import decoder, hf
-from psearch_jax.runtime.compiling import CompilationCounter
+from psearch_jax.runtime.compiling import CompilationCounter, compile_all
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.train.monitoring import validation
@@ -64,11 +64,11 @@ def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
 
 
 def test_no_step_after_the_first_compiles(tiny_policy):
-    """Warm-up and the first step compile every program in every width."""
+    """Every program is listed, in every width; the first step adds small ones of conversions."""
     parts = build.training_run(small_config(tiny_policy, **{"rollout.num_buckets": 2}))
     parts.begin()
     parts.collector.warm_up(parts.sampling_weights())
-    parts.learner.warm_up(parts.state.params, parts.reference)
+    compile_all(parts.learner.programs(parts.reference))
     train_step(parts, next(parts.loader), 0)
     counter = CompilationCounter()
     for step in range(1, 4):
@@ -173,11 +173,11 @@ def test_a_run_stops_after_updates_that_are_not_finite(tiny_policy, tmp_path):
 def test_a_run_is_not_judged_by_what_it_cannot_do(tiny_policy, tmp_path, caplog):
     """A run with one search for the question gets a warning at every step that it does not search, and one that it
     will never split; a run without a reference reports a divergence of 0 from it."""
-    fields = {"rollout.search_turns": 0, "rollout.initial_search": True, "alarms.window": 1}
+    fields = {"rollout.search_turns": 0, "rollout.initial_search": True}
     fields |= {"learning.kl_coefficient": 0.0, "train.steps": 1, "eval.questions_per_kind": 0}
     trainer.train(build.training_run(small_config(tiny_policy, **fields)), tmp_path)
     (row,) = metrics_without_clocks(tmp_path)
-    assert row["searched_0"] == 1 and row["alarm/no_search"] == 0 and row["split/parallel"] == 0
+    assert row["searched_0"] == 1 and row["split/parallel"] == 0
     assert "split them" not in caplog.text and "kl" not in row and row["entropy"] > 0
 
 

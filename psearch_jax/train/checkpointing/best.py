@@ -29,7 +29,7 @@ class Best(checkpoint.Saving):
 
     A kept checkpoint with which new values cannot be compared is renamed to `STEP.earlier`: of another metric, other
     questions, other settings that affect evaluations, or a later step than `until`, of a run that was restarted. A
-    damaged one is renamed to `STEP.unreadable`, with a warning.
+    unreadable one is renamed to `STEP.unreadable`, with a warning.
 
     Args:
       workdir: the run directory.
@@ -53,7 +53,7 @@ class Best(checkpoint.Saving):
             return
         try:
             loop = processes.broadcast(lambda: _read(self.directory / str(step)))
-        except checkpoint.Damaged as error:
+        except checkpoint.Unreadable as error:
             log.warning("%s; the next evaluation starts a new best", error)
             self.rename([step])
             return
@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, Any]:
     loop = checkpoint.read_loop(path)
     best = loop.get("best")
     if not isinstance(best, dict) or not {"metric", "value"} <= best.keys():
-        raise checkpoint.Damaged(f"{path}: loop does not say why it was kept")
+        raise checkpoint.Unreadable(f"{path}: loop does not say why it was kept")
     return loop
 
 

@@ -8,12 +8,11 @@ A checkpoint directory `checkpoints/STEP` holds three items:
     (`train.staleness`), the model's shape, the tokenizer's path and, for adapters, the path of their base weights.
 
 A run with a workdir resumes from the first of these:
-  1. the newest readable checkpoint; damaged newer ones are renamed to `STEP.unreadable`, with a warning;
+  1. the newest readable checkpoint; unreadable newer ones are renamed to `STEP.unreadable`, with a warning;
   2. the weights of `model.path` (or random ones), at step 0.
 Then metrics and trajectories are truncated to that step, and the loader continues after the last trained batch.
 
-Only damaged checkpoints are skipped: a file is missing, cannot be parsed or fails its checksum. A failing disk or lack
-of memory does not mean damage. The program then exits and changes nothing.
+If no checkpoint can be read, the cause may be disk or memory: the program exits and changes nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +42,7 @@ from psearch_jax.train.state import TrainState
 from psearch_jax.types import UserError, first_line
 
 log = logging.getLogger("psearch_jax")
+Read = TypeVar("Read")
 _OVERHEAD = 8 * 2**20  # bytes of a checkpoint in addition to its arrays: many small files
 
 
@@ -137,8 +136,8 @@ class Checkpoints(Saving):
 
     def restore(
         self, state: TrainState, accept: Callable[[Mapping[str, Any]], None] = lambda loop: None
-    ) -> tuple[TrainState, dict[str, Any]] | None:
-        """Restores the newest readable checkpoint; None if there are no checkpoints.
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Restores the newest readable checkpoint.
 
         Args:
           state: the target shapes and shardings, on any mesh; ShapeDtypeStructs are enough.
@@ -146,31 +145,20 @@ class Checkpoints(Saving):
             ValueError if the checkpoint is damaged.
 
         Raises:
-          UserError: the checkpoint has another architecture, none can be read, or reading failed without damage.
+          UserError: the checkpoint has another architecture, or none can be read.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
-        for i, step in enumerate(steps):
-            try:
-                restored = self._restore(self.directory / str(step), state, accept)
-            except Damaged as error:
-                log.warning("%s; trying the previous one", error)
-                continue
-            self.rename(steps[:i])  # else the run could not save at these steps again
-            return restored
-        if steps:
-            raise UserError(f"{self.directory}: none of the checkpoints {steps} can be read; use another --workdir")
-        return None
+        checkpoints = [self.directory / str(step) for step in steps]
+        unreadable, restored = _read_newest(checkpoints, lambda checkpoint: self._restore(checkpoint, state, accept))
+        self.rename(steps[:unreadable])  # else the run could not save at these steps again
+        return restored
 
     def _restore(
         self, checkpoint: Path, state: TrainState, accept: Callable[[Mapping[str, Any]], None]
     ) -> tuple[TrainState, dict[str, Any]]:
         loop = processes.all_or_none(lambda: read_loop(checkpoint))
-        try:
+        with _reading(checkpoint):
             accept(loop)
-        except UserError:
-            raise
-        except ValueError as error:
-            raise Damaged(f"{checkpoint}: cannot be read ({_first_line(error)})") from error
         _check_shapes(checkpoint, loop, state.params)
         items = {"params": nnx.to_pure_dict(state.params), "optimizer": _by_position(_rest(state))}
         arrays = processes.all_or_none(lambda: _read_arrays(checkpoint, items))
@@ -207,61 +195,51 @@ def _by_position(tree: Any) -> dict[str, Any]:
     return {f"{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
 
 
-# ---- damage ----
-
-
-class Damaged(UserError):
-    """A file of a checkpoint is missing, truncated, or has other contents."""
-
-
-# TensorStore status codes, and errors of this package and of Orbax, that are about the contents of files.
-_DAMAGE_CODES = ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
-_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_DAMAGE = (*_ABSENT, json.JSONDecodeError, UnicodeDecodeError, KeyError, EOFError)
-
-
-def is_damage(error: BaseException) -> bool:
-    """Whether a read error means damaged files: one is missing, truncated, or has other contents.
-
-    Any other error (input/output, out of memory, no permission, no answer from a server, unknown) may be transient and
-    proves nothing about the files.
-    """
-    damage = False
-    for cause in _chain(error):
-        if isinstance(cause, OSError | MemoryError | jax.errors.JaxRuntimeError) and not isinstance(cause, _ABSENT):
-            return False
-        number = re.search(r"OS error (\d+)", str(cause))
-        if number and int(number[1]) not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-            return False
-        damage = damage or isinstance(cause, _DAMAGE) or str(cause).startswith(_DAMAGE_CODES)
-    return damage
+class Unreadable(UserError):
+    """A checkpoint cannot be read: it is damaged, or disk or memory failed."""
 
 
 @contextmanager
 def _reading(checkpoint: Path) -> Iterator[None]:
-    """Turns errors inside the block into `Damaged`, or into a UserError: the checkpoint may be readable later."""
+    """Turns errors inside the block, except for a UserError, into `Unreadable`."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:  # a damaged file can raise anything
-        reason = _first_line(error)
-        if is_damage(error):
-            raise Damaged(f"{checkpoint}: cannot be read ({reason})") from error
-        raise UserError(
-            f"{checkpoint}: cannot be read now ({reason}), but is not damaged: check disk, memory and library "
-            "versions; nothing was changed, so repeat the same command to try again"
+        raise Unreadable(
+            f"{checkpoint}: cannot be read ({_first_line(error)}); nothing was changed, try the same command again"
         ) from error
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and its causes, outermost first."""
-    while error is not None:
-        yield error
-        error = error.__cause__
+def _read_newest(checkpoints: Sequence[Path], read: Callable[[Path], Read]) -> tuple[int, Read]:
+    """The first checkpoint that can be read, after how many that cannot.
+
+    A checkpoint counts as damaged only if an earlier one can be read: otherwise the machine may be the cause.
+
+    Args:
+      checkpoints: the newest first.
+
+    Raises:
+      Unreadable: no checkpoint can be read.
+    """
+    errors: list[Unreadable] = []
+    for checkpoint in checkpoints:
+        try:
+            result = read(checkpoint)
+        except Unreadable as error:
+            errors.append(error)
+            continue
+        for error in errors:
+            log.warning("%s; using %s", error, checkpoint)
+        return len(errors), result
+    raise errors[0]
 
 
 def _first_line(error: BaseException) -> str:
-    *_, root = _chain(error)  # Orbax wraps it in pages of text about the array's layout
-    return f"{type(root).__name__}: {first_line(root)[:200]}"
+    while error.__cause__ is not None:  # Orbax wraps it in pages of text about the array's layout
+        error = error.__cause__
+    return f"{type(error).__name__}: {first_line(error)[:200]}"
 
 
 def _check_shapes(checkpoint: Path, loop: Mapping[str, Any], params: nnx.State) -> None:
@@ -281,7 +259,7 @@ def _abstract_params(checkpoint: Path, loop: Mapping[str, Any]) -> tuple[Decoder
             return config, lora.abstract_adapters(config, Lora(record["rank"], record["alpha"]))
         return config, decoder.abstract_params(config)[1]
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # bad numbers or missing fields
-        raise Damaged(f"{checkpoint}: loop has no valid model shape ({_first_line(error)})") from None
+        raise Unreadable(f"{checkpoint}: loop has no valid model shape ({_first_line(error)})") from None
 
 
 # ---- finding and loading ----
@@ -325,13 +303,13 @@ def read_loop(checkpoint: str | Path) -> dict[str, Any]:
     """The JSON item of one checkpoint directory.
 
     Raises:
-      UserError: it cannot be read; `Damaged` if it never will be.
+      Unreadable: it cannot be read.
     """
     checkpoint = locate(checkpoint)
     with _reading(checkpoint):
         loop = json.loads((checkpoint / "loop" / "metadata").read_text(encoding="utf-8"))
     if not isinstance(loop, dict):
-        raise Damaged(f"{checkpoint}: loop holds no JSON object")
+        raise Unreadable(f"{checkpoint}: loop holds no JSON object")
     return loop
 
 
@@ -354,13 +332,12 @@ def load_params(
     Raises:
       UserError: no checkpoint can be read, or the adapters' base weights are not at their recorded path.
     """
-    *newer, oldest = processes.broadcast(lambda: find_checkpoints(path))
-    for checkpoint in newer:
-        try:
-            return processes.all_or_none(lambda: _load_params(absolute(checkpoint), place, dtype, with_base))  # noqa: B023
-        except Damaged as error:
-            log.warning("%s; trying the previous one", error)
-    return processes.all_or_none(lambda: _load_params(absolute(oldest), place, dtype, with_base))
+    checkpoints = processes.broadcast(lambda: find_checkpoints(path))
+
+    def read(checkpoint: Path) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
+        return processes.all_or_none(lambda: _load_params(absolute(checkpoint), place, dtype, with_base))
+
+    return _read_newest(checkpoints, read)[1]
 
 
 def on_host(abstract: nnx.State) -> nnx.State:

@@ -35,10 +35,10 @@ REWARD_FALL = 0.1  # of the mean reward below its highest value; up to .05 in go
 LIKELIHOOD_FALL = 0.3  # of the log-prob of right rollouts, in nats per token, while the reward did not rise
 ENTROPY_RISE = 0.5  # above its lowest value, in nats per token
 SAMPLE_SIZE = 0.5  # effective sample size, as a share of the tokens, below which the sampler's weights are too old
-PROBE_GAIN = 0.05  # EM that the right passages must at least add in a probe
-NAMES = ("reward", *_UPPER_BOUNDS, "likelihood", "entropy", "sample_size", "retriever")
+WINDOW = 10  # steps whose mean is compared with a threshold
+NAMES = ("reward", *_UPPER_BOUNDS, "likelihood", "entropy", "sample_size")
 _METRICS = ("reward", *(metric for metric, _, _ in _UPPER_BOUNDS.values()), "logprob_of_correct", "entropy")
-_METRICS += ("effective_sample_size", "probe/em", "probe/em_misled")
+_METRICS += ("effective_sample_size",)
 
 
 class Alarms:
@@ -47,12 +47,12 @@ class Alarms:
     After a change of settings it starts anew, because a reward, for example, may then have another scale.
 
     Args:
-      window: number of steps; of probes, only the last one counts.
       may_search: whether rollouts can search at all.
       rows: the metrics of the completed steps of a resumed run.
+      window: the number of steps; no alarm before this many are done.
     """
 
-    def __init__(self, window: int, may_search: bool = True, rows: Iterable[Mapping[str, Any]] = ()):
+    def __init__(self, may_search: bool = True, rows: Iterable[Mapping[str, Any]] = (), window: int = WINDOW):
         self._window, self._may_search = window, may_search
         self._active: set[str] = set()
         self._restart()
@@ -60,9 +60,7 @@ class Alarms:
             self._active = set(self._evaluate(row))
 
     def _restart(self) -> None:
-        self._recent: dict[str, deque[float]] = {
-            name: deque(maxlen=1 if name.startswith("probe/") else self._window) for name in _METRICS
-        }
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=self._window) for name in _METRICS}
         self._steps = 0
         self._highest_reward = -math.inf
         self._highest_logprob, self._reward_then = -math.inf, math.inf
@@ -109,11 +107,6 @@ class Alarms:
             active["sample_size"] = (
                 f"the sampler's weights differ so much that its tokens count as {now['effective_sample_size']:.2f} of "
                 "their number"
-            )
-        if now["probe/em"] > PROBE_GAIN and now["probe/em"] - now["probe/em_misled"] < PROBE_GAIN:
-            active["retriever"] = (
-                f"EM {now['probe/em']:.2f}, and {now['probe/em_misled']:.2f} with passages retrieved for other "
-                "questions: searching makes no difference"
             )
         return active
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from psearch_jax.rl.advantages import carry_signal
+from psearch_jax.rl.batch import select_rows
 from psearch_jax.rl.gae import explained_variance
 from psearch_jax.runtime.accelerators import chip_of, forward_flops
 from psearch_jax.runtime.metrics import WEIGHT, Ratio, mean
@@ -23,7 +24,6 @@ def step_metrics(
     run: Run,
     step: int,
     rollouts: Rollouts,
-    trained: Sequence[Trajectory],
     batch: TrainBatch,
     updates: Sequence[Mapping[str, float]],
     times: Mapping[str, float],
@@ -31,8 +31,7 @@ def step_metrics(
     """All metrics of a step.
 
     Args:
-      trained: the rollouts that were learned from.
-      batch: their rows, with values and returns if there is a critic.
+      batch: the rows that were learned from, with values and returns if there is a critic.
       updates: the metrics of each optimizer step.
       times: the seconds of each phase.
     """
@@ -42,7 +41,6 @@ def step_metrics(
         metrics[f"{CRITIC}explained_variance"] = explained_variance(batch.values, batch.returns, batch.mask)
     if config.train.staleness:
         metrics |= staleness(trajectories, step)
-        metrics |= gap_by_age(batch, trained, step) if run.learner.needs_score else {}
     metrics |= rollout_metrics(trajectories, rollouts.rewards, rollouts.advantages, config.rollout.samples)
     metrics |= {"reward": mean(parts.total for parts in rollouts.rewards), "draws": len(rollouts.draws)}
     metrics |= {f"{name}_s": value for name, value in times.items()}
@@ -51,7 +49,8 @@ def step_metrics(
         if not config.train.staleness:
             metrics["sampled_tokens_per_s"] = sum(int(t.mask.sum()) for t in trajectories) / times["rollout"]
     metrics["processed_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
-    share = utilisation(run, batch, times["update"], learns_policy(run, step))
+    trained_rows = select_rows(batch, np.flatnonzero(run.learner.has_gradient(batch)))
+    share = utilisation(run, trained_rows if run.critic is None else batch, times["update"], learns_policy(run, step))
     return metrics | ({} if share is None else {"mfu": share})
 
 
@@ -105,22 +104,6 @@ def staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]
     shares = {f"staleness/{age}": Ratio(count, tokens).value for age, count in enumerate(counts)}
     continued = mean(len(t.versions) > 1 for t in trajectories)
     return {"staleness": Ratio(int(ages.sum()), tokens).value, "continued": continued, **shares}
-
-
-def gap_by_age(batch: TrainBatch, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-    """The mean absolute difference of the trainer's and the sampler's log-probs, by the age of the sampler's weights.
-
-    Args:
-      batch: with `old_logprobs`; its rows are those of `trajectories`.
-    """
-    gaps, ages = [np.zeros(0)], [np.zeros(0, np.int64)]
-    for i, t in enumerate(trajectories):
-        kept = batch.mask[i, : len(t.ids)] > 0
-        gaps.append(np.abs(batch.old_logprobs[i] - batch.sampler_logprobs[i])[: len(t.ids)][kept])
-        ages.append(step - token_versions(t)[kept])
-    age = np.concatenate(ages)
-    counts, sums = np.bincount(age), np.bincount(age, np.concatenate(gaps))
-    return {f"logp_gap/{n}": float(sums[n] / counts[n]) for n in np.flatnonzero(counts).tolist()}
 
 
 def token_versions(trajectory: Trajectory) -> np.ndarray:
