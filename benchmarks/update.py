@@ -19,7 +19,6 @@ from flax import nnx
 
 from benchmarks import timing
 from benchmarks.scripted import WORKS, Script, ragged, scaled
-from psearch_jax.assembly import programs
 from psearch_jax.config import Config, DecoderConfig, Lora, MeshSection, from_mapping
 from psearch_jax.models import lora
 from psearch_jax.runtime.cli import configure_jax
@@ -113,7 +112,7 @@ def make_learner(config: Config, model: DecoderConfig, params: Any, base: Any = 
     """The learner of a config on one device, and a train state with copies of the parameters."""
     optimizer = make_optimizer(config.learning, 10)
     mesh = make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
-    learner = programs.make_learner(config, model, mesh, optimizer, model.vocab_rows, base)
+    learner = Learner(config, model, optimizer, mesh, model.vocab_rows, base=base)
     return learner, init_state(jax.tree.map(lambda x: x.copy(), params), optimizer, mesh)
 
 

@@ -111,7 +111,7 @@ def main(_: list[str]) -> None:
             log.info("%d of %d questions", done, of)
 
     per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
-    reward = build.reward_of(parts.config, parts.tokenizer)
+    reward = build.make_reward(parts.config, parts.tokenizer)
     figures = sample(out, questions, roll_out, reward, selection, settings, per_part, progress)
     bar.close()
     if not processes.first():

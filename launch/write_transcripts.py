@@ -67,7 +67,7 @@ def main(_: list[str]) -> None:
         raise UserError("config.retrieval: no passages named, accepted: index, corpus or url")
     tokenizer = Tokenizer.load(packaged(config.model.tokenizer or config.model.path))
     observations = Observations.of(config.rollout)
-    retriever = build.retriever_of(config, None)
+    retriever = build.make_retriever(config, None)
 
     def search(queries: Sequence[str]) -> list[list[Passage]]:
         return [list(map(in_utf8, ranking)) for ranking in retriever.search(list(queries), section.topk)]

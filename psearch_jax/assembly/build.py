@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.assembly.checks import check_run
-from psearch_jax.assembly.inputs import missing_inputs, needs_retriever
+from psearch_jax.assembly.checks import check_run, missing_inputs, needs_retriever
 from psearch_jax.assembly.policies import (
-    first_adapters,
+    describe_policy,
+    init_adapters,
     load_tokenizer,
     load_weights,
     with_adapter_shape,
 )
-from psearch_jax.assembly.programs import make_critic, make_learner, make_sampler
+from psearch_jax.assembly.programs import make_sampler
 from psearch_jax.assembly.questions import questions_of, world_of
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import Config, DecoderConfig, Method, with_method
@@ -46,7 +48,8 @@ from psearch_jax.text.prompts import load_template, render_messages, render_prom
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import checkpoint, settings
 from psearch_jax.train.checkpointing.run_config import has_checkpoints, tokenizer_of
-from psearch_jax.train.critic import critic_learning, first_params, without_lm_head
+from psearch_jax.train.critic import build_critic, critic_learning, init_critic, without_lm_head
+from psearch_jax.train.learner import Learner
 from psearch_jax.train.replay import Recording
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import (
@@ -125,8 +128,7 @@ def engine(
     """
     config = with_method(config)
     validate(config, training)
-    missing = missing_inputs(config, training, retriever)
-    if missing:
+    if missing := missing_inputs(config, training, retriever):
         raise UserError(listed("this run needs:", missing))
     if params is None:
         config = with_adapter_shape(config)
@@ -137,7 +139,7 @@ def engine(
     loaded = params is None
     model, params, path = load_weights(config, mesh, model, params, dtype)
     if config.model.adapters and loaded and not training:
-        params = lora.join_adapters(params, first_adapters(config, model, mesh))
+        params = lora.join_adapters(params, init_adapters(config, model, mesh))
     if not training and lora.split_adapters(params)[1] is None:  # the config may ask for adapters that are not loaded
         config = replace(config, model=replace(config.model, lora_rank=0))
     check_run(config, model, mesh if training else None, rollout_mesh, jax.process_count())
@@ -148,8 +150,10 @@ def engine(
     world = world_of(config)
     if retriever is None and needs_retriever(config):
         with progress.step("opening the passages"):
-            retriever = retriever_of(config, world)
-    collector = Collector(sampler, tokenizer, retriever, renderer(config, tokenizer), config.rollout, config.retrieval)
+            retriever = make_retriever(config, world)
+    collector = Collector(
+        sampler, tokenizer, retriever, make_renderer(config, tokenizer), config.rollout, config.retrieval
+    )
     return Engine(config, model, tokenizer, path, mesh, params, collector, world)
 
 
@@ -163,50 +167,36 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     parts = engine(config, training=True, retriever=retriever)
     given, config = config, parts.config
     log.info(parts.describe())
-    learning = config.learning
-    _warn_about_rollouts(config)
+    learning, adapters, mesh = config.learning, config.model.lora, parts.mesh
+    if config.train.staleness and not learning.importance_cap and learning.old_logprobs != "sampler":
+        log.warning("rollouts are sampled with older weights without a correction: set learning.importance_cap=2")
     recording = Recording(config.train.replay) if config.train.replay else None
     questions, evaluation = questions_of(config, parts.world)
     evaluation = [] if recording else evaluation
-    if config.train.dynamic_sampling_rounds and len(questions) < 2 * config.train.prompts:
-        log.warning(
-            "train.dynamic_sampling_rounds: every further draw repeats the questions of its step and is discarded, "
-            "because an epoch of %d questions is one step",
-            len(questions),
-        )
     total_updates = updates_per_step(config) * config.train.steps
-    optimizer, critic_optimizer = (
-        make_optimizer(section, total_updates) for section in (learning, critic_learning(config))
-    )
-    trained, adapters, mesh = parts.params, config.model.lora, parts.mesh
-    learner = make_learner(
+    optimizer = make_optimizer(learning, total_updates)
+    learner = Learner(
         config,
         parts.model,
-        mesh,
         optimizer,
+        mesh,
         parts.tokenizer.size,
-        parts.params if adapters else None,
+        base=parts.params if adapters else None,
         rollout_mesh=parts.collector.sampler.mesh,
     )
-    if adapters:
-        trained = first_adapters(config, parts.model, mesh)
-        count = sum(x.size for x in jax.tree.leaves(trained))
-        log.info("only the adapters are trained: %.1fM parameters", count / 1e6)
+    trained = init_adapters(config, parts.model, mesh) if adapters else parts.params
     reference = None
     if learning.kl_coefficient > 0:
         reference = trained if config.model.adapters else learner.reference_copy(parts.params)
-    abstract, critic, first_values = abstract_state(trained, optimizer), None, None
+    abstract, critic = abstract_state(trained, optimizer), None
+    initial_state = functools.partial(init_state, trained, optimizer, mesh)
     if learning.algorithm == "ppo":
+        critic_optimizer = make_optimizer(critic_learning(config), total_updates)
         base = without_lm_head(parts.params) if adapters else None
-        critic = make_critic(config, parts.model, mesh, critic_optimizer, base)
-        first_values = first_params(parts.params, parts.model, adapters, config.seed, mesh)
-        abstract = replace(abstract, critic=abstract_state(first_values, critic_optimizer))
-
-    def initial_state() -> TrainState:
-        state = init_state(trained, optimizer, mesh)
-        if first_values is None:
-            return state
-        return replace(state, critic=init_state(first_values, critic_optimizer, mesh))
+        critic = build_critic(config, parts.model, critic_optimizer, mesh, base)
+        critic_params = init_critic(parts.params, parts.model, adapters, config.seed, mesh)
+        abstract = replace(abstract, critic=abstract_state(critic_params, critic_optimizer))
+        initial_state = functools.partial(_init_both, trained, optimizer, critic_params, critic_optimizer, mesh)
 
     loader = QuestionLoader(
         questions,
@@ -222,9 +212,9 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         learner=learner,
         loader=loader,
         evaluation=evaluation,
-        reward=reward_of(config, parts.tokenizer),
+        reward=make_reward(config, parts.tokenizer),
         stream=parts.collector.stream(config.rollout.samples, config.seed),
-        abstract=placed(abstract, state_shardings(abstract, parts.mesh)),
+        abstract=placed(abstract, state_shardings(abstract, mesh)),
         initial_state=initial_state,
         model=parts.model,
         tokenizer_path=parts.tokenizer.directory,
@@ -233,39 +223,35 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         critic=critic,
         recording=recording,
         lora=checkpoint.lora_record(config.model, config.seed, parts.path),
-        settings=settings.record(config, _contents(config, parts, loader.fingerprint, evaluation), unused="sft"),
+        settings=settings.record(
+            config, _describe_inputs(config, parts, loader.fingerprint, evaluation), unused="sft"
+        ),
     )
 
 
-def _warn_about_rollouts(config: Config) -> None:
-    """Warns if rollouts come from another policy than the one that learns, and nothing corrects for it."""
-    if config.learning.importance_cap or config.learning.old_logprobs == "sampler":
-        return
-    if config.train.staleness:
-        log.warning("rollouts are sampled with older weights without a correction: set learning.importance_cap=2")
+def _init_both(
+    params: nnx.State,
+    optimizer: optax.GradientTransformation,
+    critic_params: nnx.State,
+    critic_optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+) -> TrainState:
+    return replace(init_state(params, optimizer, mesh), critic=init_state(critic_params, critic_optimizer, mesh))
 
 
-def _contents(
+def _describe_inputs(
     config: Config, parts: Engine, questions: str, evaluation: Sequence[Question]
 ) -> dict[str, tuple[str, str]]:
     """For each field with `Resume.SAME_CONTENT`, the path it names and a fingerprint of the content."""
-    preset = f"random weights of {config.model.preset}"
-    weights = settings.fingerprint(parts.path, settings.WEIGHTS) if parts.path else preset
-    words = settings.text_fingerprint(*parts.tokenizer.identity)
-    template = "" if config.data.prompt == "row" else load_template(config.data.template)
-    adapters = config.model.adapters
-    contents = {
-        "model.path": (parts.path or preset, weights),
-        "model.tokenizer": (parts.tokenizer.directory, words),
-        "model.adapters": (adapters, settings.fingerprint(adapters, settings.ADAPTERS) if adapters else ""),
-        "data.source": (config.data.source, questions),
-        "data.validation": (config.data.validation, questions_digest(evaluation) if config.data.validation else ""),
-        "data.template": (config.data.template, settings.text_fingerprint(template)),
+    data, index, corpus = config.data, config.retrieval.index, config.retrieval.corpus
+    template = "" if data.prompt == "row" else load_template(data.template)
+    return describe_policy(config.model, parts.path, parts.tokenizer) | {
+        "data.source": (data.source, questions),
+        "data.validation": (data.validation, questions_digest(evaluation) if data.validation else ""),
+        "data.template": (data.template, settings.hash_texts(template)),
+        "retrieval.index": (index, settings.hash_files(index, ("**/manifest.json",)) if index else ""),
+        "retrieval.corpus": (corpus, settings.hash_files(corpus) if corpus else ""),
     }
-    index, corpus = config.retrieval.index, config.retrieval.corpus
-    contents["retrieval.index"] = (index, settings.fingerprint(index, ("**/manifest.json",)) if index else "")
-    contents["retrieval.corpus"] = (corpus, settings.fingerprint(corpus) if corpus else "")
-    return contents
 
 
 def from_path(config: Config, path: str) -> Engine:
@@ -282,7 +268,7 @@ def from_path(config: Config, path: str) -> Engine:
     return engine(replace(config, model=replace(config.model, **section)), params=params, model=model)
 
 
-def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: float | None = None) -> Retriever:
+def make_retriever(config: Config, world: ClosedWorld | None, retry_deadline_s: float | None = None) -> Retriever:
     """The retriever that the config names, or else one over the world's passages.
 
     Args:
@@ -306,7 +292,8 @@ def retriever_of(config: Config, world: ClosedWorld | None, retry_deadline_s: fl
     return RetrievalService.from_corpus(world.passages, **cache)
 
 
-def renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list[int]]:
+def make_renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list[int]]:
+    """The function from a question to the token ids of its prompt."""
     if config.data.prompt == "row":
         if config.method in ("search_r1", "r1"):  # such as the published file's, which ask for several sub-queries
             log.warning(
@@ -332,7 +319,7 @@ def check_template(config: Config) -> None:
         check_examples(load_template(name), config.reward, f"config.data.template={name}")
 
 
-def reward_of(config: Config, tokenizer: Tokenizer) -> Reward:
+def make_reward(config: Config, tokenizer: Tokenizer) -> Reward:
     """The reward that `config.reward.profile` names."""
     section = config.reward
     penalty = section.unfinished_penalty if config.rollout.unfinished == "penalise" else 0.0

@@ -8,8 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from psearch_jax.assembly.checks import check_run
-from psearch_jax.assembly.policies import first_adapters, load_tokenizer, load_weights, with_adapter_shape
-from psearch_jax.assembly.programs import training_options
+from psearch_jax.assembly.policies import (
+    describe_policy,
+    init_adapters,
+    load_tokenizer,
+    load_weights,
+    with_adapter_shape,
+)
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.transcripts import Row, read_rows
 from psearch_jax.limits import validate
@@ -60,21 +65,17 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     steps = section.epochs * (len(trained) // section.batch_rows)
     optimizer = loop.make_optimizer(section, config.learning, steps)
     trainer = loop.SupervisedTrainer(
+        config,
         model,
-        config.learning,
         optimizer,
         mesh,
-        training_options(config),
         schedule=loop.cosine_schedule(section.learning_rate, steps),
         vocabulary=tokenizer.size,
         base=params if m.lora else None,
     )
-    first = first_adapters(config, model, mesh) if m.lora else params
-    contents = {
-        "model.path": (path, settings.fingerprint(path, settings.WEIGHTS) if path else m.preset),
-        "model.adapters": (m.adapters, settings.fingerprint(m.adapters, settings.ADAPTERS) if m.adapters else ""),
-        "model.tokenizer": (tokenizer.directory, tokenizer.fingerprint),
-        "data.template": (config.data.template, settings.text_fingerprint(template or "")),
+    first = init_adapters(config, model, mesh) if m.lora else params
+    contents = describe_policy(m, path, tokenizer) | {
+        "data.template": (config.data.template, settings.hash_texts(template or "")),
         "transcripts": (transcripts, loop.digest(rows)),
     }
     return SupervisedRun(

@@ -1,12 +1,89 @@
-"""What a config, a model and meshes must agree on, checked before weights are placed or programs compiled."""
+"""What a run needs, checked before anything is loaded, and what config, model and meshes must agree on."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from jax.sharding import Mesh
 
 from psearch_jax.config import Config, DecoderConfig
+from psearch_jax.data.prepared import are_there
+from psearch_jax.eval.benchmarks import CLOSED_WORLD
+from psearch_jax.runtime import hub
+from psearch_jax.runtime.paths import is_remote, on_disk, packaged
 from psearch_jax.sharding import check_heads, check_rows
 from psearch_jax.types import UserError
+from retrieval.protocol import Retriever
+
+
+def missing_inputs(config: Config, training: bool = True, retriever: Retriever | None = None) -> list[str]:
+    """One line for each input on disk or the network that is missing, with the command that creates it.
+
+    Args:
+      retriever: an existing retriever, with which the config need not name passages.
+    """
+    model, data, retrieval = config.model, config.data, config.retrieval
+    tokenizer = packaged(model.tokenizer)
+    lines = []
+    if model.path not in ("", "toy") and not is_remote(model.path) and not _exists_here_or_on_hub(model.path):
+        lines.append(
+            f"config.model.path={model.path}: neither a directory nor a reachable hub id; get it with "
+            f"`hf download {model.path} --local-dir=DIR` and set --config.model.path=DIR"
+        )
+    if not model.path and not tokenizer:
+        lines.append("config.model.tokenizer: random weights (model.path is empty) need a tokenizer directory")
+    elif tokenizer and not is_remote(tokenizer) and not _exists_here_or_on_hub(tokenizer, "tokenizer_config.json"):
+        lines.append(
+            f"config.model.tokenizer={tokenizer}: neither a directory nor a reachable hub id such as "
+            "Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    if training and not data.source:
+        lines.append(
+            "config.data.source: a jsonl or parquet file of questions, or a directory made by launch/prepare_data.py; "
+            "for example FlashRAG's, with `hf download RUC-NLPIR/FlashRAG_datasets hotpotqa/train.jsonl "
+            "--repo-type=dataset --local-dir=DIR`"
+        )
+    if needs_retriever(config) and not (data.source == CLOSED_WORLD or retrieval.passages or retriever):
+        lines.append(
+            "config.retrieval.index (or .corpus, .url): an index made with `python launch/build_index.py "
+            "--corpus=FILE.jsonl --encoder=hashing --out=DIR`"
+        )
+    if training:
+        questions = {"data.source": data.source, "data.validation": data.validation}
+        files = {name: path for name, path in questions.items() if path not in ("", CLOSED_WORLD)}
+        lines += [_not_found(name, path) for name, path in files.items() if not are_there(path)]
+    local = {
+        "model.path": model.path if is_remote(model.path) else "",
+        "model.tokenizer": tokenizer if is_remote(tokenizer) else "",
+        "model.adapters": model.adapters,
+        "retrieval.index": retrieval.index,
+        "retrieval.corpus": retrieval.corpus,
+        "retrieval.token_file": retrieval.token_file if retrieval.url else "",
+    }
+    for name, path in local.items():
+        try:
+            if path and not on_disk(path, f"config.{name}").exists():
+                lines.append(_not_found(name, path))
+        except UserError as error:  # it is in an object store
+            lines.append(str(error))
+    return lines
+
+
+def needs_retriever(config: Config) -> bool:
+    """Whether rollouts of this config need a retriever."""
+    if config.train.replay:
+        return False
+    return config.rollout.search_turns > 0 or config.rollout.initial_search
+
+
+def _exists_here_or_on_hub(path: str, file: str = "config.json") -> bool:
+    return Path(path).is_dir() or hub.reachable(path, file)
+
+
+def _not_found(name: str, path: str) -> str:
+    """A line about an input; a run's config can name files relative to the directory where the run was started."""
+    relative = not is_remote(path) and not Path(path).is_absolute()
+    return f"config.{name}={path}: not found" + (f" in {Path.cwd()}" if relative else "")
 
 
 def check_run(

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import PRESETS, Config, DecoderConfig
+from psearch_jax.config import PRESETS, Config, DecoderConfig, ModelSection
 from psearch_jax.models import decoder, hf, lora, peft
-from psearch_jax.runtime.paths import TOY_POLICY, packaged
+from psearch_jax.runtime.paths import packaged
 from psearch_jax.sharding import STORAGE, param_shardings, put
 from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train.checkpointing import settings
 from psearch_jax.types import UserError
 
 
@@ -26,17 +27,17 @@ def load_weights(
       model, params: existing shape and weights; default: those that the config names.
     """
 
-    def place(abstract: nnx.State) -> nnx.State:
+    def shard(abstract: nnx.State) -> nnx.State:
         return param_shardings(abstract, STORAGE, mesh)
 
     if params is not None and model is not None:
-        return model, jax.device_put(params, place(params)), ""
+        return model, jax.device_put(params, shard(params)), ""
     if config.model.path:
-        path = str(TOY_POLICY) if config.model.path == "toy" else hf.resolve(config.model.path)
-        model, params = hf.load_hf(path, place, dtype)
+        path = packaged(config.model.path) if config.model.path == "toy" else hf.resolve(config.model.path)
+        model, params = hf.load_hf(path, shard, dtype)
         return model, params, path
     model = PRESETS[config.model.preset]
-    return model, decoder.random_params(model, config.seed, dtype, place), ""
+    return model, decoder.random_params(model, config.seed, dtype, shard), ""
 
 
 def with_adapter_shape(config: Config) -> Config:
@@ -57,14 +58,28 @@ def with_adapter_shape(config: Config) -> Config:
     return replace(config, model=replace(section, lora_rank=adapter.rank, lora_alpha=adapter.alpha))
 
 
-def first_adapters(config: Config, model: DecoderConfig, mesh: Mesh) -> nnx.State:
+def init_adapters(config: Config, model: DecoderConfig, mesh: Mesh) -> nnx.State:
     """The initial adapters of a run, storage-sharded: those that the config names, or else new ones."""
     adapters = config.model.lora
     assert adapters is not None
-    places = param_shardings(lora.abstract_adapters(model, adapters), STORAGE, mesh)
+    shardings = param_shardings(lora.abstract_adapters(model, adapters), STORAGE, mesh)
     if config.model.adapters:
-        return put(peft.load_adapters(config.model.adapters, model), places)
-    return jax.jit(lambda: lora.init_adapters(model, adapters, config.seed), out_shardings=places)()
+        return put(peft.load_adapters(config.model.adapters, model), shardings)
+    return jax.jit(lambda: lora.init_adapters(model, adapters, config.seed), out_shardings=shardings)()
+
+
+def describe_policy(section: ModelSection, path: str, tokenizer: Tokenizer) -> dict[str, tuple[str, str]]:
+    """For each field that names a part of the policy, the path it names and a hash of the content.
+
+    Args:
+      path: the directory of the weights; empty if they are random.
+    """
+    adapters, preset = section.adapters, f"random weights of {section.preset}"
+    return {
+        "model.path": (path, settings.hash_files(path, settings.WEIGHTS)) if path else (preset, preset),
+        "model.tokenizer": (tokenizer.directory, settings.hash_texts(*tokenizer.identity)),
+        "model.adapters": (adapters, settings.hash_files(adapters, settings.ADAPTERS) if adapters else ""),
+    }
 
 
 def load_tokenizer(config: Config, model: DecoderConfig, path: str) -> Tokenizer:
@@ -73,13 +88,8 @@ def load_tokenizer(config: Config, model: DecoderConfig, path: str) -> Tokenizer
     Raises:
       UserError: there is none, or it does not match the model.
     """
-    where = packaged(config.model.tokenizer) or path
-    tokenizer = Tokenizer.load(where, model.eos_ids)
-    _match(tokenizer, model, where)
-    return tokenizer
-
-
-def _match(tokenizer: Tokenizer, model: DecoderConfig, path: str) -> None:
+    path = packaged(config.model.tokenizer) or path
+    tokenizer = Tokenizer.load(path, model.eos_ids)
     if tokenizer.size > model.vocab_rows:
         raise UserError(
             f"{path}: the tokenizer has {tokenizer.size} token ids, the model {model.vocab_rows} embedding rows; "
@@ -91,3 +101,4 @@ def _match(tokenizer: Tokenizer, model: DecoderConfig, path: str) -> None:
                 f"{path}: config.json lists {eos} as an end-of-text token, which is not a control token of the "
                 f"tokenizer (its own: {sorted(tokenizer.stop_ids - {eos})})"
             )
+    return tokenizer

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from psearch_jax.assembly import build
-from psearch_jax.assembly.inputs import missing_inputs, needs_retriever
+from psearch_jax.assembly.checks import missing_inputs, needs_retriever
 from psearch_jax.assembly.policies import load_tokenizer, with_adapter_shape
 from psearch_jax.assembly.questions import check_best_metric, world_of
 from psearch_jax.config import Config, with_method
@@ -213,7 +213,7 @@ def check_prompt(config: Config) -> str | None:
     if not (is_file and directory and Path(directory).is_dir()):
         return name
     questions = open_questions(data.source)
-    render = build.renderer(config, Tokenizer.load(directory))
+    render = build.make_renderer(config, Tokenizer.load(directory))
     lengths = [len(render(questions[i])) for i in range(min(len(questions), PROMPTS))]
     if max(lengths) > limit:
         over = sum(length > limit for length in lengths)
@@ -231,7 +231,7 @@ def check_passages(config: Config) -> str | None:
     world = world_of(config)
     if not (world or config.retrieval.passages):
         return None
-    retriever = build.retriever_of(config, world, retry_deadline_s=0.0)
+    retriever = build.make_retriever(config, world, retry_deadline_s=0.0)
     queries = [f"a query of launch/doctor.py, number {i}" for i in range(64)]
     retriever.search(queries[:1], config.retrieval.topk)  # warm-up: the first search may load files
     begun = time.monotonic()

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from psearch_jax.assembly.checks import check_run
 from psearch_jax.assembly.policies import with_adapter_shape
-from psearch_jax.assembly.programs import make_critic, make_learner, make_sampler
+from psearch_jax.assembly.programs import make_sampler
 from psearch_jax.config import PRESETS, Config, DecoderConfig, with_method
 from psearch_jax.limits import validate
 from psearch_jax.models import decoder, hf
@@ -33,7 +33,8 @@ from psearch_jax.runtime.accelerators import GIB, Chip
 from psearch_jax.runtime.compiling import Program
 from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.sharding import STORAGE, make_meshes, param_shardings, placed
-from psearch_jax.train.critic import critic_learning, without_lm_head
+from psearch_jax.train.critic import build_critic, critic_learning, without_lm_head
+from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
 from psearch_jax.types import UserError
 
@@ -162,9 +163,8 @@ def make_plan(
         )
     )
     n_ids = min(TOKENIZER_IDS, model.vocab_rows)
-    learner = make_learner(
-        config, model, mesh, optimizer, n_ids, base=stored if lora else None, rollout_mesh=rollout_mesh
-    )
+    base = stored if lora else None
+    learner = Learner(config, model, optimizer, mesh, n_ids, base=base, rollout_mesh=rollout_mesh)
     reference = stored if config.learning.kl_coefficient > 0 else None
     sampler = bare_sampler(config, model, rollout_mesh)
     shapes = SamplerShapes.of(r, rollout_mesh, sampler.by_length)
@@ -172,7 +172,7 @@ def make_plan(
     pool = sampler.abstract_state(shapes.pool_rows, shapes.prompts[-1])
     listed = sampler.programs(shapes, suspends=config.train.staleness > 0) + learner.programs(reference)
     if ppo:
-        of_critic = make_critic(config, model, mesh, critic_optimizer, base_of_critic).programs()
+        of_critic = build_critic(config, model, critic_optimizer, mesh, base_of_critic).programs()
         listed += [replace(program, name=f"critic_{program.name}") for program in of_critic]
     programs = {program.name: program for program in listed}
     arrays = {

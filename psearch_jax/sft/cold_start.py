@@ -23,7 +23,15 @@ from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.names import SYLLABLES, change_syllable, draw_renaming
 from psearch_jax.closed_world.question_forms import kind_counts, known_questions, questions
 from psearch_jax.closed_world.scripted import Mixture, plan, recall, write_all
-from psearch_jax.config import PRESETS, DecoderConfig, LearningSection, MeshSection
+from psearch_jax.config import (
+    PRESETS,
+    Config,
+    DecoderConfig,
+    LearningSection,
+    MeshSection,
+    ModelSection,
+    RolloutSection,
+)
 from psearch_jax.config.setting import SEED, setting
 from psearch_jax.data.transcripts import Row
 from psearch_jax.limits import check_fields
@@ -34,7 +42,6 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
 from psearch_jax.train.checkpointing.preemption import StopRequest
 from psearch_jax.train.state import init_state
-from psearch_jax.train.trainable import TrainingOptions
 from psearch_jax.types import KINDS, Kind, MicroBatch, Question
 from retrieval.protocol import Passage, Retriever
 
@@ -223,13 +230,16 @@ def _schedule(steps: int) -> optax.Schedule:
 def make_trainer(config: ToySFTConfig, tokenizer: Tokenizer) -> SupervisedTrainer:
     """The trainer of the toy policy. It uses one device: batches are small and vary in their number of rows."""
     mesh = make_mesh(MeshSection(data=1, fsdp=1, tensor=1), jax.devices()[:1])
-    learning = LearningSection(micro_batch_rows=1, learning_rate=PEAK_RATE)
+    settings = Config(
+        learning=LearningSection(micro_batch_rows=1, learning_rate=PEAK_RATE),
+        rollout=RolloutSection(context_tokens=BUCKETS[-1]),
+        model=ModelSection(dtype="float32", remat="none"),
+    )
     return SupervisedTrainer(
+        settings,
         policy_shape(tokenizer),
-        learning,
         make_optimizer(config.steps),
         mesh,
-        TrainingOptions(BUCKETS[-1], remat="none"),
         schedule=_schedule(config.steps),
         vocabulary=tokenizer.size,
     )

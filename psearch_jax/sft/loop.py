@@ -21,7 +21,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import DecoderConfig, LearningSection, SFTSection
+from psearch_jax.config import Config, DecoderConfig, LearningSection, SFTSection
 from psearch_jax.data.transcripts import Row
 from psearch_jax.models import decoder
 from psearch_jax.runtime import processes
@@ -30,7 +30,7 @@ from psearch_jax.train.checkpointing.checkpoint import Checkpoints
 from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest, saved_after
 from psearch_jax.train.learner import token_logprobs
 from psearch_jax.train.state import TrainState
-from psearch_jax.train.trainable import Trainable, TrainingOptions
+from psearch_jax.train.trainable import Trainable
 from psearch_jax.types import MicroBatch, TrainBatch, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -49,11 +49,10 @@ class SupervisedTrainer(Trainable):
 
     def __init__(
         self,
+        config: Config,
         model: DecoderConfig,
-        learning: LearningSection,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
-        options: TrainingOptions,
         *,
         schedule: optax.Schedule,
         vocabulary: int,
@@ -63,11 +62,10 @@ class SupervisedTrainer(Trainable):
             return token_logprobs(model, micro_batch, 1.0, vocabulary)[0]
 
         super().__init__(
+            config,
             model,
-            learning,
             optimizer,
             mesh,
-            options,
             loss_fn=functools.partial(_cross_entropy, vocabulary),
             metrics=("loss", "entropy"),
             score_fn=score_fn,

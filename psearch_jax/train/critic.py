@@ -20,7 +20,7 @@ from psearch_jax.models import lora as adapters
 from psearch_jax.rl.losses import VALUE_METRICS, value_loss
 from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.sharding import STORAGE, param_shardings
-from psearch_jax.train.trainable import Trainable, TrainingOptions, hidden_states
+from psearch_jax.train.trainable import Trainable, hidden_states
 from psearch_jax.types import MicroBatch
 
 CRITIC = "critic/"  # prefix of the critic's metrics
@@ -45,11 +45,10 @@ def token_values(model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
 
 
 def build_critic(
+    config: Config,
     model: DecoderConfig,
-    learning: LearningSection,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    options: TrainingOptions,
     base: nnx.State | None = None,
 ) -> Trainable:
     """Device programs of the critic; its score is the value at every sampled token. Arguments as of `Trainable`."""
@@ -58,11 +57,10 @@ def build_critic(
         return value_loss(token_values(model, micro_batch), micro_batch, VALUE_CLIP)
 
     return Trainable(
+        replace(config, learning=critic_learning(config)),
         model,
-        learning,
         optimizer,
         mesh,
-        options,
         loss_fn=loss_fn,
         metrics=VALUE_METRICS,
         score_fn=token_values,
@@ -78,7 +76,7 @@ def without_lm_head(weights: nnx.State) -> nnx.State:
     return nnx.from_flat_state([item for item in nnx.to_flat_state(weights) if item[0] != ("lm_head",)])
 
 
-def first_params(policy: nnx.State, model: DecoderConfig, lora: Lora | None, seed: int, mesh: Mesh) -> nnx.State:
+def init_critic(policy: nnx.State, model: DecoderConfig, lora: Lora | None, seed: int, mesh: Mesh) -> nnx.State:
     """The critic's initial parameters: the policy's weights or, with `lora`, fresh adapters, and a zero value head."""
 
     def fresh() -> nnx.State:

@@ -13,14 +13,15 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import DecoderConfig, LearningSection
+from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.models import decoder
 from psearch_jax.rl.batch import Place, select_rows
 from psearch_jax.rl.losses import METRICS, count_rows, policy_loss
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.runtime.compiling import Program, abstract
 from psearch_jax.runtime.metrics import Ratio
-from psearch_jax.train.trainable import Omitted, Trainable, TrainingOptions, hidden_states, never_stop
+from psearch_jax.train.state import updates_per_step
+from psearch_jax.train.trainable import Omitted, Trainable, hidden_states, never_stop
 from psearch_jax.types import MicroBatch, TrainBatch
 
 
@@ -42,32 +43,26 @@ class Learner(Trainable):
     """Device programs of the policy; its score is the log-prob of every sampled token.
 
     Args (in addition to those of `Trainable`):
-      learning: also the settings of the loss.
-      temperature, n_ids: those of the sampler, so that all log-probs are of the same distribution.
-      sampling_dtype: of the sampling copy, the reference and the base.
-      on_policy: every update starts from the old policy itself, so its own forward pass gives the old log-probs;
-        those of the batch are ignored.
+      n_ids: number of token ids of the tokenizer; as in the sampler, so that all log-probs are of one distribution.
       rollout_mesh: the sampler's; default: the same mesh.
     """
 
     def __init__(
         self,
+        config: Config,
         model: DecoderConfig,
-        learning: LearningSection,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
-        options: TrainingOptions,
-        *,
-        temperature: float,
         n_ids: int,
-        sampling_dtype: Any = jnp.float32,
-        on_policy: bool = False,
+        *,
         base: nnx.State | None = None,
         rollout_mesh: Mesh | None = None,
     ):
+        learning, m, temperature = config.learning, config.model, config.rollout.temperature
+        self._context_tokens, sampling_dtype = config.rollout.context_tokens, jnp.dtype(m.sampling_dtype)
         self._has_reference = learning.kl_coefficient > 0
-        self._reads_own_logprobs = on_policy and learning.old_logprobs == "trainer"
-        self._learning, self._context_tokens = learning, options.context_tokens
+        # With one update per step, its own forward pass gives the log-probs of the old policy.
+        self._reads_own_logprobs = updates_per_step(config) == 1 and learning.old_logprobs == "trainer"
         metrics = [name for name in METRICS if name != "kl" or self._has_reference]
 
         def loss_fn(model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
@@ -75,23 +70,23 @@ class Learner(Trainable):
             old = micro_batch.sampler_logprobs if learning.old_logprobs == "sampler" else micro_batch.old_logprobs
             if self._reads_own_logprobs:
                 old = jax.lax.stop_gradient(logp)
-            loss, values = policy_loss(logp, entropy, old, micro_batch, learning, options.context_tokens)
+            loss, values = policy_loss(logp, entropy, old, micro_batch, learning, self._context_tokens)
             return loss, {name: values[name] for name in metrics}
 
         def score_fn(model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
             return token_logprobs(model, micro_batch, temperature, n_ids)[0]
 
         super().__init__(
-            model, learning, optimizer, mesh, options, loss_fn=loss_fn, metrics=metrics, score_fn=score_fn, base=base
+            config, model, optimizer, mesh, loss_fn=loss_fn, metrics=metrics, score_fn=score_fn, base=base
         )
         self._reference_score = self._jit_score(
-            decoder.graphdef(model, options.dtype, options.remat, self._backend, options.shard_residual)
+            decoder.graphdef(model, jnp.dtype(m.dtype), m.remat, self._backend, m.shard_residual)
         )
         self._copy = SamplingCopy(
             *self._weights_and_adapters(self._abstract.params),
             sampling_dtype,
             mesh,
-            trained=options.lora is None,
+            trained=m.lora is None,
             rollout_mesh=rollout_mesh,
         )
         self._reference = jax.jit(functools.partial(jax.tree.map, lambda x: x.astype(sampling_dtype)))

@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import DecoderConfig, LearningSection, Lora, Remat
+from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.models.backend import choose_backend
@@ -56,28 +56,6 @@ class Omitted(NamedTuple):
     tokens: np.float32 = np.float32(0)  # in their mask
 
 
-@dataclass(frozen=True)
-class TrainingOptions:
-    """How a set of parameters is trained.
-
-    Attributes:
-      context_tokens: S, the longest trajectory.
-      dtype: of the computation.
-      remat, shard_residual: as in `decoder.graphdef`.
-      lora: train only adapters (and a value head), not the weights.
-      widths: the number of widths that rows are padded to.
-      pack: let trajectories share rows.
-    """
-
-    context_tokens: int
-    dtype: Any = jnp.float32
-    remat: Remat = "full"
-    shard_residual: bool = False
-    lora: Lora | None = None
-    num_buckets: int = 4
-    pack: bool = True
-
-
 def never_stop() -> None:
     """The default for `check_stop`."""
 
@@ -104,11 +82,10 @@ class Trainable:
     """Device programs for one set of parameters.
 
     Args:
+      config: of the run; with `model.lora`, `params` below are the adapters'.
       model: the architecture.
-      learning: batch and optimizer settings.
       optimizer: an optax transformation.
       mesh: for parameters and rows.
-      options: with `lora`, `params` below are the adapters'.
       loss_fn: the loss of a micro-batch and its metrics, one of which is `loss`.
       metrics: the names of these metrics.
       score_fn: the score of every token in the mask, such as its log-prob.
@@ -121,11 +98,10 @@ class Trainable:
 
     def __init__(
         self,
+        config: Config,
         model: DecoderConfig,
-        learning: LearningSection,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
-        options: TrainingOptions,
         *,
         loss_fn: LossFn,
         metrics: Sequence[str],
@@ -138,23 +114,17 @@ class Trainable:
     ):
         self.metrics, self.score_name, self._update_name = tuple(metrics), score_name, update_name
         self._loss_fn, self._score_fn = loss_fn, score_fn
-        self._learning_rate_fn = learning_rate_fn or functools.partial(learning_rate, learning=learning)
-        dtype, lora = options.dtype, options.lora
-        self._backend = backend = choose_backend(mesh, dtype, model)
-        self.base = base
+        self._learning, self._optimizer, self.mesh, self.base = config.learning, optimizer, mesh, base
+        self._learning_rate_fn = learning_rate_fn or functools.partial(learning_rate, learning=config.learning)
+        m, rollout = config.model, config.rollout
+        dtype = jnp.dtype(m.dtype)
+        self._backend = choose_backend(mesh, dtype, model)
         self._graph = decoder.graphdef(
-            model,
-            dtype,
-            options.remat,
-            backend,
-            options.shard_residual,
-            lora=lora,
-            values=values,
+            model, dtype, m.remat, self._backend, m.shard_residual, lora=m.lora, values=values
         )
-        self._per_row = backend.max_segments if options.pack else 1
-        self._widths = (buckets if self._per_row == 1 else row_widths)(options.context_tokens, options.num_buckets)
-        self._learning, self._optimizer, self.mesh = learning, optimizer, mesh
-        trained = adapters.abstract_trained(decoder.abstract_params(model, values)[1], model, lora)
+        self._per_row = self._backend.max_segments
+        self._widths = (buckets if self._per_row == 1 else row_widths)(rollout.context_tokens, rollout.num_buckets)
+        trained = adapters.abstract_trained(decoder.abstract_params(model, values)[1], model, m.lora)
         state = abstract_state(trained, optimizer)
         shardings = state_shardings(state, mesh)
         self._abstract = placed(state, shardings)
@@ -192,8 +162,8 @@ class Trainable:
         anything to count are NaN.
         """
         packed, omitted = self._pack_trained(batch)
-        micro_batches = [micro_batch for _, micro_batch in packed]
-        state, metrics = self.update_micro_batches(state, micro_batches, check_stop, omitted)
+        pieces = [micro_batch for _, micro_batch in packed]
+        state, metrics = self.update_micro_batches(state, pieces, check_stop, omitted)
         return state, metrics | {"update_padding": padding(packed)}
 
     def update_micro_batches(

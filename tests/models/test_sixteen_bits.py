@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_sampler, one_device_mesh, random_params, started, tiny_config
+from helpers import make_sampler, one_device_mesh, random_params, started, tiny_config, training_config
 from programs import ROOT
 from runs import SMALL, metrics_without_clocks, small_config
 
 from psearch_jax.assembly import build
-from psearch_jax.config import Config, LearningSection, Lora, from_mapping
+from psearch_jax.config import Config, Lora, from_mapping
 from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.models import hf, lora
 from psearch_jax.rollout.collect import Collector
@@ -27,7 +27,6 @@ from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import init_state, make_optimizer
-from psearch_jax.train.trainable import TrainingOptions
 from psearch_jax.types import KINDS, RewardParts, TrainBatch, Trajectory
 
 BRIEF = {
@@ -139,14 +138,12 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
     the rollouts would come from another policy than the one that is trained."""
     config, adapters, half, mesh = tiny_config(tied=False), Lora(32, 64.0), jnp.dtype("bfloat16"), one_device_mesh()
     rows, positions, width = 16, 64, 12
-    learning = LearningSection(micro_batch_rows=rows, learning_rate=2e-5, warmup_ratio=0.0)  # configs/qwen7b_lora.py
-    optimizer = make_optimizer(learning, 10)
+    model = {"dtype": "bfloat16", "sampling_dtype": "bfloat16", "lora_rank": 32, "lora_alpha": 64.0}
+    settings = training_config(positions, model=model, micro_batch_rows=rows, learning_rate=2e-5)  # qwen7b_lora.py
+    optimizer = make_optimizer(settings.learning, 10)
     n_ids = tiny_tokenizer.size
     base = jax.tree.map(lambda x: x.astype(half), random_params(config, scale=0.1))
-    options = TrainingOptions(positions, half, remat="none", lora=adapters)
-    learner = Learner(
-        config, learning, optimizer, mesh, options, temperature=1.0, n_ids=n_ids, sampling_dtype=half, base=base
-    )
+    learner = Learner(settings, config, optimizer, mesh, n_ids, base=base)
     sampler = make_sampler(tiny_tokenizer, config, mesh, dtype=half, lora=adapters)
     state = init_state(lora.init_adapters(config, adapters, 0), optimizer, mesh)
     rng = np.random.default_rng(0)
@@ -162,7 +159,7 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
         return as_array(cache.k, cache.v)[..., :width, :]
 
     trained = jax.jit(
-        lambda params: nnx.merge(learner._graph, learner._frozen_inputs, params).hidden(prompts, keep_kv=True)[1]
+        lambda params: nnx.merge(learner._graph, learner._frozen, params).hidden(prompts, keep_kv=True)[1]
     )
     first, gaps = (by_sampler(), as_array(*trained(state.params))), []
     np.testing.assert_array_equal(*first)

@@ -159,7 +159,9 @@ def test_a_rollout_without_an_answer_pays_for_it(tiny_tokenizer):
     for profile in ("paper", "compat"):
         fields = {"reward": {"profile": profile, "unfinished_penalty": 0.3}}
         free, charged = (
-            build.reward_of(from_mapping({**fields, "rollout": {"unfinished": unfinished}}), tiny_tokenizer)(rollouts)
+            build.make_reward(from_mapping({**fields, "rollout": {"unfinished": unfinished}}), tiny_tokenizer)(
+                rollouts
+            )
             for unfinished in ("train", "penalise")
         )
         assert [b.total - a.total for a, b in zip(free, charged, strict=True)] == pytest.approx([0, -0.3])
@@ -305,7 +307,7 @@ def test_compat_reads_the_prompt_and_the_reply_of_a_rollout(tiny_tokenizer):
     reply = "<think>a</think><search>b ## c</search>" + INFO + "<think>d</think><answer>Ada</answer>"
     prompt, rest = map(tiny_tokenizer.encode_trusted, (PROMPT, reply + "<|im_end|>"))
     t = replace(trajectory("parallel", [2], "Ada"), ids=np.array(prompt + rest, np.int32), prompt_length=len(prompt))
-    parts = build.reward_of(from_mapping({"reward": {"profile": "compat"}}), tiny_tokenizer)([t])[0]
+    parts = build.make_reward(from_mapping({"reward": {"profile": "compat"}}), tiny_tokenizer)([t])[0]
     assert (parts.outcome, parts.format) == (1, 0)
     assert (parts.decomposition, parts.search_count) == pytest.approx((0.45, 0.35))
 

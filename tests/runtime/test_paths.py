@@ -23,7 +23,7 @@ from programs import completed
 from runs import free_port, small_config
 
 from psearch_jax.assembly import build
-from psearch_jax.assembly.inputs import missing_inputs
+from psearch_jax.assembly.checks import missing_inputs
 from psearch_jax.config import Config
 from psearch_jax.data.prepared import PreparedQuestions, prepare
 from psearch_jax.models import hf
@@ -154,7 +154,7 @@ def test_what_is_mapped_into_memory_has_to_be_local(bucket, tmp_path):
     retrieval = replace(config.retrieval, index=there, corpus=there)
     data = replace(config.data, source=f"{there}/manifest.json")
     needs = missing_inputs(replace(config, model=model, retrieval=retrieval, data=data))
-    fields = ["model.path", "retrieval.index", "retrieval.corpus", "model.tokenizer"]
+    fields = ["model.path", "model.tokenizer", "retrieval.index", "retrieval.corpus"]
     assert [need.partition("=")[0] for need in needs] == [f"config.{field}" for field in fields]
     assert all(words in need and "gcloud storage cp -r" in need for need in needs)
 

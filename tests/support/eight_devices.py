@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from helpers import QWEN3, random_params, started, tiny_config
+from helpers import QWEN3, random_params, started, tiny_config, training_config
 
-from psearch_jax.config import DecoderConfig, LearningSection, Lora, MeshSection
+from psearch_jax.config import DecoderConfig, Lora, MeshSection
 from psearch_jax.models import attention, decoder, lora, ragged
 from psearch_jax.models.attention import cached
 from psearch_jax.models.attention.cudnn import cudnn_attention
@@ -26,18 +26,15 @@ from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.runtime.cli import configure_jax
 from psearch_jax.sharding import STORAGE, make_mesh, param_shardings
-from psearch_jax.train.critic import build_critic, first_params
+from psearch_jax.train.critic import build_critic, init_critic
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import init_state, make_optimizer
-from psearch_jax.train.trainable import TrainingOptions
 from psearch_jax.types import TrainBatch
 
 B, S, V = 8, 48, 416
 TOKENS = [bytes([b]) for b in range(256)] + [b"</search>", b"</answer>", b"</", b">\n"] + [None] * 2
 STOP = len(TOKENS) - 1
-LEARNING = LearningSection(
-    micro_batch_rows=4, mini_batch_rollouts=B, warmup_ratio=0.0, learning_rate=1e-3, kl_coefficient=0.1
-)
+LEARNING = dict(micro_batch_rows=4, mini_batch_rollouts=B, learning_rate=1e-3, kl_coefficient=0.1)
 
 
 def rollouts(sampler: Sampler, params: nnx.State, temperature: float = 1.0):
@@ -122,8 +119,8 @@ def check_adapters(mesh, config: DecoderConfig, optimizer) -> None:
     """With adapters the sampler gets the base weights unsharded over `fsdp`: for fsdp=1, the learner's own arrays."""
     adapters, half = Lora(2, 4.0), jnp.dtype("bfloat16")
     weights = decoder.random_params(config, 0, half, lambda a: param_shardings(a, STORAGE, mesh))
-    options, sampled = TrainingOptions(S, lora=adapters), dict(temperature=1.0, n_ids=len(TOKENS), sampling_dtype=half)
-    learner = Learner(config, LEARNING, optimizer, mesh, options, **sampled, base=weights)
+    settings = training_config(S, model={"lora_rank": 2, "lora_alpha": 4.0, "sampling_dtype": "bfloat16"}, **LEARNING)
+    learner = Learner(settings, config, optimizer, mesh, len(TOKENS), base=weights)
     fresh = lora.init_adapters(config, adapters, 0)
     copy = learner.sampling_copy(jax.device_put(fresh, param_shardings(fresh, STORAGE, mesh)))
     sampler = make_sampler(config, mesh, dtype=half, lora=adapters)
@@ -147,9 +144,9 @@ def check_critic(mesh, config: DecoderConfig, optimizer) -> None:
     head = rng.normal(size=(config.width, 1)).astype(np.float32)
     results = []
     for where in (mesh, make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])):
-        options = TrainingOptions(S, shard_residual=where.shape["tensor"] > 1)
-        critic = build_critic(config, LEARNING, optimizer, where, options)
-        start = first_params(random_params(config, seed=6), config, None, 0, where)
+        settings = training_config(S, model={"shard_residual": where.shape["tensor"] > 1}, **LEARNING)
+        critic = build_critic(settings, config, optimizer, where)
+        start = init_critic(random_params(config, seed=6), config, None, 0, where)
         params = init_state(
             decoder.with_values(start, nnx.to_pure_dict(start) | {"value_head": head}), optimizer, where
         ).params
@@ -227,13 +224,13 @@ def main(sizes: str, out: str) -> None:
         check_vocabulary(mesh)
         check_draws(mesh)
         check_critic(mesh, normed, optimizer)
-    options, sampled = TrainingOptions(S, shard_residual=tensor > 1), dict(temperature=1.0, n_ids=len(TOKENS))
-    learner = Learner(config, LEARNING, optimizer, mesh, options, **sampled)
+    settings = training_config(S, model={"shard_residual": tensor > 1, "remat": "full"}, **LEARNING)
+    learner = Learner(settings, config, optimizer, mesh, len(TOKENS))
     copy = learner.sampling_copy(state.params)
     rolled = rollouts(make_sampler(config, mesh), copy)
 
     normed_params = init_state(random_params(normed, seed=6), optimizer, mesh).params
-    normed_copy = Learner(normed, LEARNING, optimizer, mesh, options, **sampled).sampling_copy(normed_params)
+    normed_copy = Learner(settings, normed, optimizer, mesh, len(TOKENS)).sampling_copy(normed_params)
     unstacked = rollouts(make_sampler(normed, mesh, "per_call" if mesh.size > 1 else "never"), normed_copy)
 
     mask = rolled.mask.astype(np.float32)
@@ -245,7 +242,7 @@ def main(sizes: str, out: str) -> None:
     (piece,) = mini_batches(batch, B)
     result = {name: getattr(rolled, name) for name in ("ids", "mask", "length", "status", "logprobs")}
     result |= {"unstacked_ids": unstacked.ids, "unstacked_logprobs": unstacked.logprobs}
-    result |= {"trainer_logprobs": old, "learning_rate": np.float64(LEARNING.learning_rate)}
+    result |= {"trainer_logprobs": old, "learning_rate": np.float64(LEARNING["learning_rate"])}
     first, seen = None, []
     for _ in range(3):
         grads = by_name(learner.gradients(state.params, piece))

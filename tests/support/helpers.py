@@ -13,7 +13,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import DecoderConfig, LearningSection, MeshSection, RetrievalSection, RolloutSection
+from psearch_jax.config import (
+    Config,
+    DecoderConfig,
+    LearningSection,
+    MeshSection,
+    ModelSection,
+    RetrievalSection,
+    RolloutSection,
+)
 from psearch_jax.models import decoder
 from psearch_jax.models.backend import choose_backend
 from psearch_jax.rollout import sampling
@@ -25,7 +33,6 @@ from psearch_jax.sharding import make_mesh
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import make_optimizer
-from psearch_jax.train.trainable import TrainingOptions
 from psearch_jax.types import Question
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
@@ -152,13 +159,19 @@ def make_collector(tokenizer: Tokenizer, sampler: Sampler, rollout: RolloutSecti
     return Collector(sampler, tokenizer, service or retriever(), render, rollout, section)
 
 
-def make_learner(tokenizer: Tokenizer, config: DecoderConfig, context_tokens: int, temperature=1.0, **learning):
-    """A float32 learner; `learning` holds fields of LearningSection."""
-    settings = LearningSection(**{"micro_batch_rows": 2, "mini_batch_rollouts": 4, "warmup_ratio": 0.0, **learning})
-    optimizer = make_optimizer(settings, 10)
-    options = TrainingOptions(context_tokens, remat="none")
-    mesh, n_ids = one_device_mesh(), tokenizer.size
-    return Learner(config, settings, optimizer, mesh, options, temperature=temperature, n_ids=n_ids), optimizer
+def training_config(context_tokens: int, temperature: float = 1.0, model: dict | None = None, **learning) -> Config:
+    """A config that trains in float32; `learning` holds fields of LearningSection, `model` those of ModelSection."""
+    settings = {"micro_batch_rows": 2, "mini_batch_rollouts": 4, "warmup_ratio": 0.0, **learning}
+    fields = {"dtype": "float32", "sampling_dtype": "float32", "remat": "none", **(model or {})}
+    rollout = RolloutSection(context_tokens=context_tokens, temperature=temperature)
+    return Config(learning=LearningSection(**settings), rollout=rollout, model=ModelSection(**fields))
+
+
+def make_learner(tokenizer: Tokenizer, model: DecoderConfig, context_tokens: int, temperature=1.0, **learning):
+    """A learner of `training_config`, and its optimizer."""
+    config = training_config(context_tokens, temperature, **learning)
+    optimizer = make_optimizer(config.learning, 10)
+    return Learner(config, model, optimizer, one_device_mesh(), tokenizer.size), optimizer
 
 
 def started(

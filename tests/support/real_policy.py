@@ -20,7 +20,6 @@ from flax import nnx
 from real_questions import passages, questions
 
 from psearch_jax.assembly import build
-from psearch_jax.assembly.programs import make_learner
 from psearch_jax.config import Config, DecoderConfig, from_mapping
 from psearch_jax.models import hf, lora
 from psearch_jax.rl.batch import make_batch
@@ -86,14 +85,9 @@ class Policy:
 
     @functools.cached_property
     def learner(self) -> Learner:
-        return make_learner(
-            self.config,
-            self.engine.model,
-            self.engine.mesh,
-            make_optimizer(self.config.learning, 1),
-            self.engine.tokenizer.size,
-            self.base,
-        )
+        optimizer = make_optimizer(self.config.learning, 1)
+        size = self.engine.tokenizer.size
+        return Learner(self.config, self.engine.model, optimizer, self.engine.mesh, size, base=self.base)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         """The trainer's log-probs of the sampled tokens of each trajectory."""

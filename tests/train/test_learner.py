@@ -13,16 +13,15 @@ from flax import nnx
 from helpers import QWEN3, make_learner, one_device_mesh, random_params, tiny_config
 from programs import ROOT, completed
 
-from psearch_jax.config import LearningSection
+from psearch_jax.config import Config, LearningSection
 from psearch_jax.models import decoder
 from psearch_jax.models.buckets import buckets, row_widths
 from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, padding
 from psearch_jax.rl.losses import policy_loss
 from psearch_jax.runtime.compiling import CompilationCounter, compile_all
 from psearch_jax.runtime.metrics import WEIGHT
-from psearch_jax.train.learner import Learner, token_logprobs
-from psearch_jax.train.state import init_state, learning_rate, make_optimizer, with_warmup
-from psearch_jax.train.trainable import TrainingOptions
+from psearch_jax.train.learner import token_logprobs
+from psearch_jax.train.state import init_state, make_optimizer
 from psearch_jax.types import MicroBatch, TrainBatch, Trajectory
 
 CONFIG = tiny_config()
@@ -231,26 +230,6 @@ def test_warm_up_reaches_the_rate_and_stays():
     np.testing.assert_allclose(steps, np.array([1, 1.75, 2.5, 3.25, 4, 4]) * 1e-3 / 4, rtol=1e-3)
 
 
-def test_lengthening_a_run_changes_no_rate():
-    """The optimizer state holds the length of the warm-up."""
-    learning = LearningSection(learning_rate=1e-3, warmup_ratio=0.5)
-    short, long = (make_optimizer(learning, total_updates=n) for n in (8, 80))
-    params = nnx.State({"w": nnx.Param(jnp.ones(3), axes=(None,))})
-    states = {"whole": init_state(params, short, one_device_mesh())}
-    states["lengthened"] = states["whole"]
-    rates = {name: [] for name in states}
-    for update in range(7):
-        for name, state in states.items():
-            optimizer = long if name == "lengthened" and update >= 2 else short
-            rates[name].append(float(learning_rate(state, learning)))
-            _, new = optimizer.update(params, state.optimizer, params)
-            states[name] = replace(state, optimizer=new)
-    assert rates["lengthened"] == rates["whole"]
-    np.testing.assert_allclose(rates["whole"], np.array([1, 1.75, 2.5, 3.25, 4, 4, 4]) * 1e-3 / 4, rtol=1e-6)
-    slower = with_warmup(states["whole"], 14)  # 7 of the 14 are done
-    assert float(learning_rate(slower, learning)) == pytest.approx(1e-3 * (1 / 14 + 13 / 14 / 2), rel=1e-6)
-
-
 def test_batches_keep_rows_in_lockstep():
     """Mask, log-probs and advantages are at the positions of their tokens."""
 
@@ -268,12 +247,11 @@ def test_batches_keep_rows_in_lockstep():
     assert [p.length.tolist() for p in mini_batches(batch, 2)] == [[9, 7], [30]]
 
 
-def test_widths():
-    """They are multiples of what a kernel needs and cover the longest row."""
+def test_widths_are_multiples_of_what_a_kernel_needs():
+    """The last covers the longest row."""
     assert buckets(64) == (16, 32, 48, 64) and buckets(50) == (16, 32, 48, 50) and buckets(16) == (16,)
-    assert buckets(256, 1) == (256,) and buckets(100, 2) == (64, 100) and buckets(4000, 2) == (2048, 4000)
-    assert buckets(1000) == (256, 512, 752, 1000) and buckets(6196) == (1536, 3072, 4608, 6196)
-    assert row_widths(1000) == buckets(1000) and row_widths(4096) == buckets(4096)
+    assert buckets(256, 1) == (256,) and buckets(100, 2) == (64, 100) and buckets(1000) == (256, 512, 752, 1000)
+    assert row_widths(1000) == buckets(1000)
     assert row_widths(6196) == (1536, 3072, 5120, 6656) and row_widths(6196, 1) == (6656,)
 
 
@@ -324,15 +302,9 @@ def test_packing_always_finds_room():
 
 def test_an_update_that_computes_its_old_logprobs_itself(tiny_tokenizer, params, learner):
     """Gradients and metrics equal those with a separate pass over the batch."""
-    own = Learner(
-        CONFIG,
-        learner._learning,
-        learner._optimizer,
-        one_device_mesh(),
-        TrainingOptions(S, remat="none"),
-        temperature=1.0,
-        n_ids=tiny_tokenizer.size,
-        on_policy=True,
+    rollouts = Config().train.prompts * Config().rollout.samples  # one update per step
+    own, optimizer = make_learner(
+        tiny_tokenizer, CONFIG, S, learning_rate=1e-3, kl_coefficient=0.1, mini_batch_rollouts=rollouts
     )
     batch = on_policy(learner, params, some_batch())
     scored = replace(batch, old_logprobs=learner.score(params, batch))

@@ -67,7 +67,7 @@ def test_silent_groups_are_drawn_again(tiny_policy):
 
 
 @pytest.mark.slow
-def test_a_run_that_draws_again_goes_on_as_if_uninterrupted(tiny_policy, tmp_path):
+def test_a_run_that_draws_again_resumes_to_the_bit(tiny_policy, tmp_path):
     """The loader's position after the extra draws is saved."""
     fields = {
         "train.dynamic_sampling_rounds": 2,

@@ -57,10 +57,6 @@ def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
     assert process.returncode == 0 and "the same command resumes" in out
     step = checkpoint.read_loop(checkpoint.find_checkpoint(tmp_path))["step"]
     assert step == len(metrics_without_clocks(tmp_path)) >= 1
-    other = {"reward.format": 0.2, "rollout.samples": 4}
-    refused = run(command(tmp_path, tiny_policy, 1000, **other), expect=2).stderr
-    (line,) = [line for line in refused.splitlines() if line.startswith("train: ")]
-    assert "reward.format: 0.1, now 0.2" in line and "rollout.samples: 2, now 4" in line and "Traceback" not in refused
 
 
 def test_no_step_after_the_first_compiles(tiny_policy):
@@ -78,16 +74,15 @@ def test_no_step_after_the_first_compiles(tiny_policy):
 
 def test_errors_of_rewards_are_not_those_of_the_disk(tiny_policy, tmp_path):
     """They are raised as they are."""
-    for error in (ConnectionRefusedError("judge"), FileNotFoundError(2, "No such file", "/nonexistent/judge.json")):
-        parts = build.training_run(small_config(tiny_policy))
+    parts, error = build.training_run(small_config(tiny_policy)), FileNotFoundError(2, "absent", "/nonexistent/judge")
 
-        def judge(_, error=error):
-            raise error
+    def judge(_):
+        raise error
 
-        parts.reward = judge
-        with pytest.raises(type(error)) as raised:
-            trainer.train(parts, tmp_path)
-        assert raised.value is error
+    parts.reward = judge
+    with pytest.raises(FileNotFoundError) as raised:
+        trainer.train(parts, tmp_path)
+    assert raised.value is error
 
 
 def test_half_a_line_of_metrics_before_the_first_checkpoint(tiny_policy, tmp_path, caplog):
@@ -127,21 +122,6 @@ def test_everything_missing_is_listed_at_once(tmp_path):
     assert not (tmp_path / "w").exists()
 
 
-@pytest.mark.parametrize(
-    "field, message",
-    [
-        ("mesh.tensor=3", "is not the number of devices"),
-        ("no.such=1", "unknown"),
-        ("train.steps=many", "steps"),
-    ],
-)
-def test_a_bad_field_is_one_line(tiny_policy, tmp_path, field, message):
-    """The line names the field."""
-    done = run([*command(tmp_path / "w", tiny_policy, 1), f"--config.{field}"], expect=2)
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1 and message in lines[0]
-
-
 def test_a_tokenizer_that_does_not_fit_is_refused(tiny_policy, tmp_path):
     """It has more tokens than the model, or another end-of-text token."""
     config = small_config(tiny_policy)
@@ -168,17 +148,6 @@ def test_a_run_stops_after_updates_that_are_not_finite(tiny_policy, tmp_path):
     assert (row["skipped"], row["nonfinite_in_a_row"]) == (1, 1)
     causes = [parts.learner.nonfinite_cause({"nonfinite_param": index}) for index in (-1, 0)]
     assert causes == ["in the loss or the gradient's norm", "first in the gradient of embedding"]
-
-
-def test_a_run_is_not_judged_by_what_it_cannot_do(tiny_policy, tmp_path, caplog):
-    """A run with one search for the question gets a warning at every step that it does not search, and one that it
-    will never split; a run without a reference reports a divergence of 0 from it."""
-    fields = {"rollout.search_turns": 0, "rollout.initial_search": True}
-    fields |= {"learning.kl_coefficient": 0.0, "train.steps": 1, "eval.questions_per_kind": 0}
-    trainer.train(build.training_run(small_config(tiny_policy, **fields)), tmp_path)
-    (row,) = metrics_without_clocks(tmp_path)
-    assert row["searched_0"] == 1 and row["split/parallel"] == 0
-    assert "split them" not in caplog.text and "kl" not in row and row["entropy"] > 0
 
 
 def test_the_greedy_figures_are_greedy(tmp_path, monkeypatch):
@@ -213,17 +182,8 @@ def test_learning_to_split_in_a_few_steps(tmp_path):
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
     run([sys.executable, "launch/train.py", "--config=configs/smoke.py", f"--workdir={tmp_path}", *flags])
     summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {"all", "pairs", "parallel", "sequential", "single"} <= set(summary["before"]) == set(summary["after"])
     before, after = (summary[moment]["parallel"]["decomposition_ratio"] for moment in ("before", "after"))
     assert after >= before + 0.15
     rewards = [row["reward"] for row in metrics_without_clocks(tmp_path)]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3])
-    assert set(summary["before"]) == {"all", "pairs", "parallel", "sequential", "single", "mixed"}
-    figures = {"em", "f1", "decomposition_ratio", "searches", "sub_queries", "turns", "valid_format", "questions"}
-    figures |= {"tokens", "context", "llm_calls", "chance"}
-    after, plan = summary["after"], {"independent_at_once", "dependent_in_order"}
-    split = figures | {"decomposition_accuracy"}
-    assert set(after["mixed"]) == figures | plan
-    assert set(after["parallel"]) == split | {"independent_at_once"}
-    assert set(after["sequential"]) == split | {"dependent_in_order"}
-    assert set(after["pairs"]) == split | plan
-    assert after["all"]["questions"] == 240

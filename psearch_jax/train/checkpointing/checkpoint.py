@@ -411,7 +411,7 @@ def _load_base(
         )
     where = hf.resolve(there)
     known = loop.get("settings", {}).get("model.path", {}).get("is")
-    if known and settings.fingerprint(where, settings.WEIGHTS) != known:
+    if known and settings.hash_files(where, settings.WEIGHTS) != known:
         raise UserError(f"{checkpoint}: its adapters belong to other weights than those that are in {where} now")
     loaded, base = hf.load_hf(where, place, dtype)
     if loaded != config:

@@ -126,7 +126,7 @@ def _described(changes: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {change}" for name, change in changes.items())
 
 
-def fingerprint(path: str | Path, patterns: Sequence[str] = ()) -> str:
+def hash_files(path: str | Path, patterns: Sequence[str] = ()) -> str:
     """A digest of files' sizes and sampled blocks, independent of their directory. Reads about 300 kB of each file.
 
     Args:
@@ -146,6 +146,6 @@ def fingerprint(path: str | Path, patterns: Sequence[str] = ()) -> str:
     return digest.hexdigest()
 
 
-def text_fingerprint(*texts: str) -> str:
+def hash_texts(*texts: str) -> str:
     """The digest of texts in memory."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
