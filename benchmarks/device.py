@@ -98,7 +98,7 @@ def measure_rollouts(size: str, flags: Any, flops: float, bandwidth: float, line
     weights = sum(x.size for x in jax.tree.leaves(params["layers"]))
     step_s = jnp.dtype(flags.dtype).itemsize * (weights + model.vocab_rows * model.width) / bandwidth
     prefilled, extended = rows // work.samples * work.prompt_tokens, rows * sum(script.observations)
-    steps, part = ours.collector.usage.decode_steps, f"rollout {size}"
+    steps, part = ours.usage.decode_steps, f"rollout {size}"
     add_line(lines, part, "prefilled tokens", prefilled, seconds["prefill"], 2 * weights * prefilled / flops)
     add_line(lines, part, "decode steps", steps, seconds["generate"], steps * step_s)
     add_line(lines, part, "observed tokens", extended, seconds["extend"], 2 * weights * extended / flops)

@@ -17,6 +17,7 @@ from transformers import Qwen2ForCausalLM
 from benchmarks.scripted import Work
 from psearch_jax.config import DecoderConfig, LearningSection
 from psearch_jax.models import hf
+from psearch_jax.train.state import GRADIENT_CLIP
 from psearch_jax.types import TrainBatch
 
 TOKENIZER = Path(hf.__file__).resolve().parents[1] / "assets" / "toy_policy"  # an export needs one; it is not used
@@ -156,7 +157,7 @@ class TorchUpdate:
             loss = self._loss(micro)
             loss.backward()
             total += float(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self._trained, self._learning.gradient_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, GRADIENT_CLIP)
         self._optimizer.step()
         return {"loss": total, "gradient_norm": float(norm)}
 

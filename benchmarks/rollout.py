@@ -56,7 +56,7 @@ def compare(
 
     seconds = timing.run_alternately({name: keep_result(name) for name in contenders}, repeats)
     lines = timing.summarise_seconds(seconds, len(work.scripts), "rollouts_per_s")
-    usage = ours.collector.usage
+    usage = ours.usage
     lines[timing.OURS] |= {"row_use": round(usage.row_use, 3), "decode_steps": usage.decode_steps}
     lines[timing.OURS] |= {"extend_use": round(usage.extend_use, 3), "host_s": round(usage.host_s, 3)}
     if with_peer:

@@ -30,7 +30,7 @@ from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS
 from psearch_jax.types import Question, Trajectory, Turn
 from retrieval.protocol import Passage
 
-SEARCH_ID, ANSWER_ID = 0, 1  # tokens that end a turn, and are sampled nowhere else
+SEARCH_ID, ANSWER_ID, STOP_ID = 0, 1, 2  # tokens that end a turn, and are sampled nowhere else
 TAG_WORDS = 2  # words of an observation's opening and closing tags, as `WordTokenizer` counts them
 
 
@@ -163,7 +163,6 @@ class ScriptedRollouts:
             "turn_tokens": 1 + max(n for s in work.scripts for n in s.turns),
             "obs_tokens": max([MIN_OBSERVATION_TOKENS, *(n for s in work.scripts for n in s.observations)]),
             "search_turns": max(len(s.turns) for s in work.scripts),
-            "max_tokens_after_answer": 0,
         }
         sections = {
             "rollout": rollout | settings.get("rollout", {}),
@@ -181,10 +180,10 @@ class ScriptedRollouts:
             mesh,
             end_tables(n_ids),
             n_ids,
-            (),
+            (STOP_ID,),
             functools.partial(sampler, choose=choose_by_script(work, keys)),
         )
-        self.collector = Collector(
+        self.collector = Collector.of(
             self.sampler,
             WordTokenizer(n_ids),
             ScriptedPassages(work.scripts),
@@ -197,9 +196,16 @@ class ScriptedRollouts:
         self._params = SamplingCopy(placed, None, jnp.dtype(dtype), mesh, trained=False)(placed)
 
     def run(self, params: nnx.State | None = None) -> list[Trajectory]:
-        """Samples all rollouts with `params`, a sampling copy; default: a copy of the initial parameters."""
+        """Samples all rollouts with `params`, a sampling copy; default: a copy of the initial parameters.
+
+        Afterwards, `usage` is the cost.
+        """
         weights = self.sampler.weights(params or self._params)
-        return self.collector.collect(weights, self._questions, self._work.samples, seed=0, step=0, temperature=1.0)
+        stream = self.collector.stream(self._work.samples, seed=0)
+        stream.add(self._questions, step=0)
+        trajectories = stream.collect(lambda: weights, 0, 1.0)
+        self.usage = stream.spent()
+        return trajectories
 
     def _parse_turn(self, rollout: Any, sampled: np.ndarray, _: Any) -> Turn:
         """The script defines each turn's action, whatever its tokens are."""
@@ -235,8 +241,9 @@ def choose_by_script(work: Work, keys: np.ndarray) -> Callable[[jax.Array, Sampl
     def choose(logits: jax.Array, state: SamplerState) -> jax.Array:
         script = jnp.argmax(jnp.all(jax.random.key_data(state.key)[:, None] == keys[None], axis=-1), axis=1)  # [B]
         length = state.length + 1
-        token = jnp.maximum(choose_at_random(logits, state), 1 + max(SEARCH_ID, ANSWER_ID))
+        token = jnp.maximum(choose_at_random(logits, state), 1 + max(SEARCH_ID, ANSWER_ID, STOP_ID))
         token = jnp.where(jnp.any(jnp.asarray(ends)[script] == length[:, None], axis=1), SEARCH_ID, token)
-        return jnp.where(length == jnp.asarray(last)[script], ANSWER_ID, token)
+        token = jnp.where(length == jnp.asarray(last)[script] - 1, ANSWER_ID, token)
+        return jnp.where(length == jnp.asarray(last)[script], STOP_ID, token)
 
     return choose

@@ -33,7 +33,6 @@ def get_config() -> ConfigDict:
             turn_tokens=80,
             obs_tokens=200,
             search_turns=3,
-            yield_share=0.25,
         ),
         learning=dict(
             mini_batch_rollouts=48,
@@ -44,7 +43,7 @@ def get_config() -> ConfigDict:
             old_logprobs="sampler",
             kl_coefficient=0.0,
         ),
-        train=dict(steps=30, prompts=8, checkpoint_every_steps=5, keep_checkpoints=1, trajectories_per_step=48),
+        train=dict(steps=30, prompts=8, checkpoint_every_steps=5, keep_checkpoints=1),
         eval=dict(questions_per_kind=24, temperature=0.0),
         sft=dict(epochs=1, batch_rows=8, learning_rate=3e-4),
     )

@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
         mesh=dict(data=1, fsdp=-1, tensor=4),
         data=dict(template="published"),
         # The other budgets are the defaults.
-        rollout=dict(slots=128, samples=5, overlap_search=True, unfinished="penalise"),
+        rollout=dict(slots=128, samples=5, overlap_search=True),
         reward=dict(outcome="f1", unfinished_penalty=0.5),
         learning=dict(
             advantage="leave_one_out",

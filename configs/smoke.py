@@ -31,7 +31,7 @@ def get_config() -> ConfigDict:
             kl_coefficient=0.001,
             weight_decay=0.0,
         ),
-        train=dict(steps=60, prompts=24, checkpoint_every_steps=30, trajectories_per_step=64),
-        eval=dict(questions_per_kind=200, temperature=1.0, also_greedy=True),
+        train=dict(steps=60, prompts=24, checkpoint_every_steps=30),
+        eval=dict(questions_per_kind=200, temperature=1.0),
         sft=dict(epochs=20, learning_rate=2e-3),
     )

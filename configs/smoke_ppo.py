@@ -38,6 +38,6 @@ def get_config() -> ConfigDict:
             weight_decay=0.0,
         ),
         critic=dict(learning_rate=1e-3, warmup_ratio=0.0, pretrain_steps=15),
-        train=dict(steps=75, prompts=192, checkpoint_every_steps=30, trajectories_per_step=64),
-        eval=dict(questions_per_kind=200, temperature=1.0, also_greedy=True),
+        train=dict(steps=75, prompts=192, checkpoint_every_steps=30),
+        eval=dict(questions_per_kind=200, temperature=1.0),
     )

@@ -9,7 +9,7 @@ needless splits worse than none: then at most .2 of the sequential questions are
 
 from experiments import MAIN, MANY, Arm, Experiment
 
-CRITICAL_PATH = {"reward.parallelism": "critical_path"}
+CRITICAL_PATH = {"reward.critical_path": 0.5}
 
 EXPERIMENT = Experiment(
     claim="A reward for a short critical path, which reads no labels, teaches splitting as the labelled bonuses do.",

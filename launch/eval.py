@@ -158,7 +158,7 @@ def main(_: list[str]) -> None:
     sampling = {"temperature": TEMPERATURE.value, "seed": SEED.value, "samples": SAMPLES.value}
     if GOLD.value:
         gold = GoldPassages(parts.collector.retriever, [q for group in questions.values() for q in group])
-        parts = dataclasses.replace(parts, collector=parts.collector.with_retriever(gold))
+        parts = dataclasses.replace(parts, collector=dataclasses.replace(parts.collector, retriever=gold))
         sampling["gold_passages"] = True
     retriever = parts.collector.retriever
     passages = processes.broadcast(lambda: retriever.describe() if retriever else {})

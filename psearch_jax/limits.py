@@ -35,11 +35,7 @@ def validate(config: Config, training: bool = True) -> None:
       UserError: one line that names the field, or the fields that do not agree.
     """
     check_fields(config)
-    r, data = config.rollout, config.data
-    _require(
-        data.parallel_share + data.sequential_share <= 1,
-        "data: parallel_share + sequential_share is above 1, accepted: a sum of at most 1",
-    )
+    r = config.rollout
     passages = config.retrieval.passages
     _require(len(passages) < 2, f"retrieval: found {' and '.join(passages)}, accepted: one of index, corpus and url")
     _require(
@@ -86,8 +82,8 @@ def _validate_reward(config: Config) -> None:
         "reward: profile=compat requires outcome=em and sub_query_penalty=0",
     )
     _require(
-        w.parallelism == "labelled" or (w.profile == "paper" and config.rollout.samples > 1),
-        "reward.parallelism: found critical_path, which compares the rollouts of a group; accepted with "
+        not w.critical_path or (w.profile == "paper" and config.rollout.samples > 1),
+        f"reward.critical_path={w.critical_path} compares the rollouts of a group; accepted with "
         "reward.profile=paper and rollout.samples of at least 2",
     )
 

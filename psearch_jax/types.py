@@ -18,9 +18,9 @@ from retrieval.protocol import Passage
 Kind = Literal["parallel", "sequential", "single", "mixed"]
 KINDS: tuple[Kind, ...] = ("parallel", "sequential", "single", "mixed")
 
-# How a trajectory ended. `truncated`: the context was full; `out_of_turns`: no answer by the last turn; `eos`: the
-# reply ended without a search or an answer, with rollout.after_eos=end; `not_finite`: a logit was NaN or infinite.
-EndStatus = Literal["answered", "truncated", "out_of_turns", "eos", "not_finite"]
+# How a trajectory ended. `truncated`: the context was full; `out_of_turns`: no answer by the last turn;
+# `not_finite`: a logit was NaN or infinite.
+EndStatus = Literal["answered", "truncated", "out_of_turns", "not_finite"]
 END_STATUSES: tuple[EndStatus, ...] = get_args(EndStatus)
 
 

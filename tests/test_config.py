@@ -95,8 +95,8 @@ CLOSED = {"source": "closed_world"}
             ["importance_cap=1.1", "old_logprobs=sampler"],
         ),
         (
-            {"reward": {"parallelism": "critical_path"}, "rollout": {"samples": 1}},
-            ["config.reward.parallelism", "rollout.samples"],
+            {"reward": {"critical_path": 0.5}, "rollout": {"samples": 1}},
+            ["config.reward.critical_path=0.5", "rollout.samples"],
         ),
         ({"reward": {"profile": "compat", "outcome": "f1"}}, ["outcome=em", "profile=compat"]),
         ({"reward": {"profile": "compat", "outcome": "f1"}}, ["outcome=em", "profile=compat"]),

@@ -179,8 +179,10 @@ def test_greedy_decoding_is_one_forward_pass(policy, loaded, greedy, figure):
 def test_the_device_stops_where_the_host_reads_a_tag(policy, sampled, figure):
     """Many of the 150,000 tokens contain the end of a tag and more text. A row that runs past a tag learns from text
     that the host never read, and one that stops early is cut."""
+    from psearch_jax.rollout.boundary import TOKENS_AFTER_ANSWER
+
     tokenizer, closing = policy.engine.tokenizer, (b"</search>", b"</answer>")
-    after, stops = policy.config.rollout.max_tokens_after_answer, {"search": 0, "answer": 0, "none": 0}
+    after, stops = TOKENS_AFTER_ANSWER, {"search": 0, "answer": 0, "none": 0}
     assert len(sampled) >= 300
     for trajectory in sampled:
         spans, called = turns_of(trajectory), [t for t in trajectory.turns if t.n_sampled]

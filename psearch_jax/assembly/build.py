@@ -151,7 +151,7 @@ def engine(
     if retriever is None and needs_retriever(config):
         with progress.step("opening the passages"):
             retriever = make_retriever(config, world)
-    collector = Collector(
+    collector = Collector.of(
         sampler, tokenizer, retriever, make_renderer(config, tokenizer), config.rollout, config.retrieval
     )
     return Engine(config, model, tokenizer, path, mesh, params, collector, world)
@@ -244,7 +244,7 @@ def _describe_inputs(
 ) -> dict[str, tuple[str, str]]:
     """For each field with `Resume.SAME_CONTENT`, the path it names and a fingerprint of the content."""
     data, index, corpus = config.data, config.retrieval.index, config.retrieval.corpus
-    template = "" if data.prompt == "row" else load_template(data.template)
+    template = "" if data.prompts_in_rows else load_template(data.template)
     return describe_policy(config.model, parts.path, parts.tokenizer) | {
         "data.source": (data.source, questions),
         "data.validation": (data.validation, questions_digest(evaluation) if data.validation else ""),
@@ -283,27 +283,26 @@ def make_retriever(config: Config, world: ClosedWorld | None, retry_deadline_s: 
         return HttpRetriever(section.url, section.timeout_s, retry_deadline_s, token)
     from retrieval.service import RetrievalService  # loads ScaNN
 
-    cache = {"cache_bytes": section.cache_mb * 2**20} if section.cache_mb else {"cache_size": 0}
     if section.index:
-        return RetrievalService.open(section.index, **cache)
+        return RetrievalService.open(section.index)
     if section.corpus:
-        return RetrievalService.from_corpus(section.corpus, **cache)
+        return RetrievalService.from_corpus(section.corpus)
     assert world is not None  # missing_inputs has checked it
-    return RetrievalService.from_corpus(world.passages, **cache)
+    return RetrievalService.from_corpus(world.passages)
 
 
 def make_renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list[int]]:
     """The function from a question to the token ids of its prompt."""
-    if config.data.prompt == "row":
+    if config.data.prompts_in_rows:
         if config.method in ("search_r1", "r1"):  # such as the published file's, which ask for several sub-queries
             log.warning(
-                "config.method=%s with data.prompt=row: the prompts of the rows are used as they are", config.method
+                "config.method=%s with data.template=row: the prompts of the rows are used as they are", config.method
             )
 
         def render(question: Question) -> list[int]:
             if "prompt" not in question.metadata:
                 raise UserError(
-                    f"question {question.id}: no prompt found in its row, needed with config.data.prompt=row"
+                    f"question {question.id}: no prompt found in its row, needed with config.data.template=row"
                 )
             return render_messages(tokenizer, question.metadata["prompt"])
 
@@ -314,7 +313,7 @@ def make_renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], 
 
 def check_template(config: Config) -> None:
     """Refuses a prompt template that the compat reward cannot parse; prompts of data rows are checked when scored."""
-    if config.reward.profile == "compat" and config.data.prompt == "template":
+    if config.reward.profile == "compat" and not config.data.prompts_in_rows:
         name = config.data.template
         check_examples(load_template(name), config.reward, f"config.data.template={name}")
 
@@ -322,7 +321,6 @@ def check_template(config: Config) -> None:
 def make_reward(config: Config, tokenizer: Tokenizer) -> Reward:
     """The reward that `config.reward.profile` names."""
     section = config.reward
-    penalty = section.unfinished_penalty if config.rollout.unfinished == "penalise" else 0.0
     if section.profile == "paper":
-        return PaperReward(section, penalty)
-    return CompatReward(section, tokenizer, config.data.prompt == "row", penalty)
+        return PaperReward(section)
+    return CompatReward(section, tokenizer, config.data.prompts_in_rows)

@@ -44,7 +44,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
         raise UserError(
             "config.model.path: found '', accepted: the weights to train, or config.model.tokenizer with random ones"
         )
-    template = None if config.data.prompt == "row" else load_template(config.data.template)
+    template = None if config.data.prompts_in_rows else load_template(config.data.template)
     tokenizer = Tokenizer.load(packaged(m.tokenizer) or path)
     rows: list[Row] = []
     for file in transcripts.split(","):
@@ -63,7 +63,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     tokenizer = load_tokenizer(config, model, path)
     check_run(config, model, mesh, None, processes=1)
     steps = section.epochs * (len(trained) // section.batch_rows)
-    optimizer = loop.make_optimizer(section, config.learning, steps)
+    optimizer = loop.make_optimizer(section, steps)
     trainer = loop.SupervisedTrainer(
         config,
         model,

@@ -32,7 +32,6 @@ _NO_EFFECT = {  # on the answers to a user's questions: why
     "rollout.samples": "each is answered once",
     "rollout.temperature": "each has its own (--temperature of launch/ask.py, temperature in a request)",
     "rollout.overlap_search": "the others are always decoded during a search",
-    "data.prompt": "all are asked with the template",
 }
 
 
@@ -179,8 +178,9 @@ def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
     patience = {name: min(PATIENCE_S, getattr(base.retrieval, name)) for name in ("timeout_s", "retry_deadline_s")}
     own = {name: value for name, value in patience.items() if f"retrieval.{name}" not in given}
     retrieval = replace(base.retrieval, **own)
-    # A question that a user asks has no stored prompt, so the template is used.
-    data = replace(base.data, prompt="template", source="" if passages() else base.data.source)
+    # A question that a user asks has no stored prompt, so the default template replaces `row`.
+    template = Config().data.template if base.data.prompts_in_rows else base.data.template
+    data = replace(base.data, template=template, source="" if passages() else base.data.source)
     rollout = replace(base.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)
     served = replace(base, data=data, retrieval=retrieval, rollout=rollout, model=_for_device(base.model))
     has_passages = data.source == "closed_world" or retrieval.passages

@@ -32,10 +32,7 @@ def make_sampler(
         dtype=dtype,
         top_k=config.rollout.top_k,
         top_p=config.rollout.top_p,
-        max_tokens_after_answer=config.rollout.max_tokens_after_answer,
-        yield_share=config.rollout.yield_share,
         lora=m.lora,
-        eos_continues=config.rollout.after_eos == "corrective",
     )
     backend = choose_backend(mesh, dtype, model, config.rollout.slots)
     if not m.unstacked_decoding:

@@ -12,9 +12,11 @@ from psearch_jax.data.held_out import hold_out, pick
 from psearch_jax.data.prepared import kinds_of, open_questions, overlap
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchmark
 from psearch_jax.rl.rewards import never_pays_for_splitting
-from psearch_jax.types import KINDS, Question, UserError
+from psearch_jax.types import KINDS, Kind, Question, UserError
 
 log = logging.getLogger("psearch_jax")
+
+WORLD_SHARES: dict[Kind, float] = {"parallel": 0.5, "sequential": 0.4}  # the rest: single
 
 
 def world_of(config: Config) -> ClosedWorld | None:
@@ -69,7 +71,7 @@ def check_best_metric(config: Config, asked: Sequence[Question]) -> None:
 
 
 def training_questions(config: Config, world: ClosedWorld) -> list[Question]:
-    """The closed world's training questions, in the proportions that section `data` sets."""
+    """The closed world's training questions, in the proportions of `WORLD_SHARES`."""
     data = config.data
-    counts = kind_counts(data.world_questions, {"parallel": data.parallel_share, "sequential": data.sequential_share})
+    counts = kind_counts(data.world_questions, WORLD_SHARES)
     return [q for kind, count in counts.items() for q in questions(world, "train", kind, count, data.world_seed)]

@@ -8,7 +8,7 @@ from typing import Any
 from psearch_jax.config.sections import Config, Method
 
 # The fields that each baseline changes.
-_OUTCOME_ONLY = {"parallelism": "labelled", "decomposition": 0.0, "search_count": 0.0}
+_OUTCOME_ONLY = {"critical_path": 0.0, "decomposition": 0.0, "search_count": 0.0}
 _METHODS: dict[Method, dict[str, dict[str, Any]]] = {
     "parallelsearch": {},
     "parallel_prompt": {"reward": _OUTCOME_ONLY},

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from psearch_jax.config.setting import Accepted, free, one_of, same_content, setting, share
+from psearch_jax.config.setting import Accepted, free, one_of, same_content, setting
 from psearch_jax.config.shapes import PRESETS, Lora
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -97,10 +97,10 @@ class DataSection:
         at_least=0,
         below=1,
     )
-    prompt: Literal["template", "row"] = setting(
-        "template", "`template`: the prompt comes from `template`; `row`: the chat messages stored with each question."
+    template: str = same_content(
+        "parallel",
+        "Prompt template: a packaged name, a file, or `row` for the chat messages stored with each question.",
     )
-    template: str = same_content("parallel", "Prompt template: a packaged name or a file of your own.")
     world_names: Literal["known", "new"] = setting(
         "known", "Names in the closed world. `known`: cold starts contain them; `new`: no cold start does."
     )
@@ -108,8 +108,10 @@ class DataSection:
         0, "Seed of the closed world; the run's own seed changes neither the world nor its evaluation.", at_least=0
     )
     world_questions: int = setting(6000, "Training questions drawn from the closed world.", at_least=1)
-    parallel_share: float = share(0.5, "Share of parallel questions among them; single questions make up the rest.")
-    sequential_share: float = share(0.4, "Share of sequential questions among them.")
+
+    @property
+    def prompts_in_rows(self) -> bool:
+        return self.template == "row"
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,6 @@ class RetrievalSection:
     )
     token_file: str = free("", "File with the bearer token for the servers.")
     topk: int = setting(3, "Passages per sub-query.", at_least=1)
-    cache_mb: int = free(1024, "Maximum size of the cache of answers in MiB; 0: no cache.", at_least=0)
     max_sub_queries: int = setting(8, "Sub-queries that one search runs; further ones are ignored.", at_least=1)
 
     @property
@@ -152,14 +153,6 @@ class RolloutSection:
     turn_tokens: int = setting(500, "Maximum tokens sampled in a turn.", at_least=1)
     obs_tokens: int = setting(1000, "Maximum tokens inserted after a search, over all its sub-queries.")
     search_turns: int = setting(4, "Turns in which the model may search; one answer turn follows.", at_least=0)
-    after_eos: Literal["corrective", "end"] = setting(
-        "corrective",
-        "What follows a reply that ends without a search or an answer: `corrective`: a corrective message and "
-        "another turn, as published; `end`: the end of the rollout.",
-    )
-    max_tokens_after_answer: int = setting(
-        4, "Maximum tokens sampled after `</answer>` while waiting for a stop token.", at_least=0
-    )
     temperature: float = setting(1.0, "Sampling temperature; the loss scores tokens at the same one.", above=0)
     top_p: float = setting(
         1.0,
@@ -171,20 +164,9 @@ class RolloutSection:
     num_buckets: int = free(
         4, "Number of padded widths for prompts, passages and rows: fewer compile faster, more pad less.", at_least=1
     )
-    yield_share: float = free(
-        0.125,
-        "Decoding returns to the host when this share of the live rows waits for passages or for the next rollout.",
-        above=0,
-        at_most=1,
-    )
     overlap_search: bool = free(
         False,
         "Runs the searches of one yield while the other rows decode, and inserts the passages at the next yield. "
         "Useful when searching is slow: over HTTP, or in a large index.",
     )
     initial_search: bool = setting(False, "Searches for the question itself before the first sampled token.")
-    unfinished: Literal["train", "mask", "penalise"] = setting(
-        "train",
-        "How training treats rollouts without an answer: `train`: like all others; `mask`: left out of the loss; "
-        "`penalise`: reward.unfinished_penalty is subtracted.",
-    )

@@ -48,27 +48,19 @@ class RewardSection:
     search_count: float = setting(
         0.35, "Earns this x (1 - abs(searches - 1)); for a sequential or mixed one, this x (1 - max(0, 2 - searches))."
     )
-    parallelism: Literal["labelled", "critical_path"] = setting(
-        "labelled",
-        "What rewards parallel searches. `labelled`: `decomposition` and `search_count`, by the labelled kind of the "
-        "question, as published; `critical_path`: fewer model turns than the other right answers of the group (GRPO), "
-        "without labels.",
-    )
     critical_path: float = setting(
-        0.5,
-        "With parallelism=critical_path, a right answer earns this x (1 - turns / mean turns of the group's right "
-        "answers), limited to half of it in both directions.",
+        0.0,
+        "Above 0, this replaces `decomposition` and `search_count`, and needs no labels: a right answer earns "
+        "this x (1 - turns / mean turns of the group's right answers), limited to half of it in both directions.",
         at_least=0,
     )
     sub_query_penalty: float = setting(
         0.0,
         "Subtracted for every sub-query that was run. Whether the needed ones run at once or one after the other, "
-        "they cost the same, so with parallelism=critical_path it is a price on needless ones.",
+        "they cost the same, so with `critical_path` it is a price on needless ones.",
         at_least=0,
     )
-    unfinished_penalty: float = setting(
-        0.5, 'Subtracted from a rollout without an answer when rollout.unfinished is "penalise".'
-    )
+    unfinished_penalty: float = setting(0.0, "Subtracted from a rollout without an answer.", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -119,14 +111,6 @@ class LearningSection:
     )
     warmup_ratio: float = share(0.285, "Share of all updates over which the learning rate rises linearly.")
     weight_decay: float = setting(0.01, "Weight decay of AdamW, on all trained parameters.", at_least=0)
-    gradient_clip: float = setting(
-        1.0,
-        "Maximum global norm of the gradient; larger gradients are scaled down to it.",
-        accepted=Accepted("above 0 (inf: no clip)", lambda value: value > 0),
-    )
-    max_nonfinite_updates: int = free(
-        3, "Consecutive updates with a non-finite loss or gradient after which the run stops.", at_least=1
-    )
 
 
 @dataclass(frozen=True)
@@ -151,15 +135,9 @@ class TrainSection:
         at_least=0,
     )
     checkpoint_every_steps: int = free(
-        50, "Writes a checkpoint at multiples of this step, and at the end.", at_least=1
-    )
-    checkpoint_every_minutes: float = free(
-        20.0,
-        "Also writes a checkpoint after a step that ends at least this many minutes after the last one; 0: off.",
-        at_least=0,
+        50, "Writes a checkpoint at multiples of this step, every 20 minutes, and at the end.", at_least=1
     )
     keep_checkpoints: int = free(3, "Number of newest checkpoints to keep.", at_least=1)
-    trajectories_per_step: int = free(64, "Rollouts written to trajectories/ at each step.", at_least=0)
     record_rollouts: bool = free(
         False, "Writes all rollouts, with everything that learning reads of them, to rollouts/."
     )
@@ -195,8 +173,12 @@ class EvalSection:
         "all validation questions or over those of one kind.",
         accepted=_METRIC,
     )
-    temperature: float = setting(0.0, "Sampling temperature of evaluations; 0: greedy.", at_least=0)
-    also_greedy: bool = setting(False, "Evaluates greedily as well, before the first step and after the last.")
+    temperature: float = setting(
+        0.0,
+        "Sampling temperature of evaluations; 0: greedy. Those before the first step and after the last are also "
+        "done greedily.",
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ rollout      a row of a run's `trajectories/*.jsonl` or of launch/sample.py: `id
 transcript   {"question": "...", "turns": [{"text": "<think> .. </think> <search> a ## b </search>",
              "passages": [[{"title": "..", "text": ".."}, ..], [..]]}, .., {"text": "<think> .. </think> <answer> ..
              </answer>"}]}. `passages` has one list per sub-query, best first. `"train": false` in a turn leaves it out
-             of the loss. `prompt`, a list of chat messages, replaces the template if data.prompt=row.
+             of the loss. `prompt`, a list of chat messages, replaces the template if data.template=row.
 
 The loss covers the model's own tokens: never a prompt, a passage or a corrective message.
 """
@@ -113,7 +113,7 @@ def read_rows(
 
     Args:
       path: rollouts and transcripts, in any order.
-      template: the prompt template of transcripts; None: each has its own `prompt` (data.prompt=row).
+      template: the prompt template of transcripts; None: each has its own `prompt` (data.template=row).
       rollout: the observation budget, and the context length that a row must fit into.
 
     Raises:

@@ -207,7 +207,7 @@ def policy_settings(
     settings |= {"lora_alpha": config.model.lora_alpha} if "adapters" in params else {}
     settings["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.identity).encode()).hexdigest()[:16]
     settings |= {name: sections[name] for name in ("method", "data", "rollout")}
-    if config.data.prompt != "row":  # a file of the same name may have other contents
+    if not config.data.prompts_in_rows:  # a file of the same name may have other contents
         settings["template"] = hashlib.sha256(load_template(config.data.template).encode()).hexdigest()
     # Without url: a server may move. What identifies the passages and their ranking is in `passages`.
     retrieval = {name: sections["retrieval"][name] for name in ("index", "corpus", "topk", "max_sub_queries")}

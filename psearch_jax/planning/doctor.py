@@ -205,8 +205,8 @@ def check_prompt(config: Config) -> str | None:
     """Checks the prompt template, and the length of the prompts of the first questions."""
     data, limit = config.data, config.rollout.prompt_tokens
     build.check_template(config)
-    name = "the prompts of the rows" if data.prompt == "row" else data.template
-    if data.prompt != "row":
+    name = "the prompts of the rows" if data.prompts_in_rows else data.template
+    if not data.prompts_in_rows:
         load_template(name)
     directory = packaged(config.model.tokenizer or config.model.path)
     is_file = data.source != CLOSED_WORLD and data.source and are_there(data.source)

@@ -12,9 +12,7 @@ from psearch_jax.models.buckets import pick
 from psearch_jax.types import MicroBatch, TrainBatch, Trajectory
 
 
-def make_batch(
-    trajectories: Sequence[Trajectory], advantages: np.ndarray, context_tokens: int, train_unfinished: bool = True
-) -> TrainBatch:
+def make_batch(trajectories: Sequence[Trajectory], advantages: np.ndarray, context_tokens: int) -> TrainBatch:
     """Pads trajectories on the right to S = context_tokens. The trajectories give the mask; token ids never do.
 
     A `not_finite` trajectory keeps only its first token, masked: the trainer would likely compute a NaN or infinity on
@@ -22,7 +20,6 @@ def make_batch(
 
     Args:
       advantages: [N], one per trajectory, assigned to each of its sampled tokens.
-      train_unfinished: if False, mask trajectories that did not end with an answer.
     """
     n, width = len(trajectories), context_tokens
     ids = np.zeros((n, width), np.int32)
@@ -31,11 +28,8 @@ def make_batch(
     for i, t in enumerate(trajectories):
         s = length[i] = len(t.ids) if t.status != "not_finite" else 1
         ids[i, :s] = t.ids[:s]
-        if t.status == "not_finite":
-            continue
-        logprobs[i, :s] = t.logprobs
-        if train_unfinished or t.status == "answered":
-            mask[i, :s] = t.mask
+        if t.status != "not_finite":
+            logprobs[i, :s], mask[i, :s] = t.logprobs, t.mask
     zeros = np.zeros((n, width), np.float32)
     per_token = mask * advantages[:, None].astype(np.float32)
     return TrainBatch(ids, length, mask, per_token, zeros, zeros, logprobs, values=zeros, returns=zeros)

@@ -63,18 +63,14 @@ class CompatReward:
     Args:
       section: the weight of each part.
       check_prompts: check the prompt of every rollout by `check_examples`, where prompts differ between questions.
-      unfinished_penalty: what a rollout without an answer loses.
     """
 
-    def __init__(
-        self, section: RewardSection, tokenizer: Tokenizer, check_prompts: bool, unfinished_penalty: float = 0.0
-    ):
-        self._section, self._tokenizer = section, tokenizer
-        self._check_prompts, self._unfinished_penalty = check_prompts, unfinished_penalty
+    def __init__(self, section: RewardSection, tokenizer: Tokenizer, check_prompts: bool):
+        self._section, self._tokenizer, self._check_prompts = section, tokenizer, check_prompts
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[RewardParts]:
         parts = [self._score(t) for t in trajectories]
-        return with_unfinished_penalty(parts, trajectories, self._unfinished_penalty)
+        return with_unfinished_penalty(parts, trajectories, self._section.unfinished_penalty)
 
     def _score(self, trajectory: Trajectory) -> RewardParts:
         question, ids, start = trajectory.question, trajectory.ids, trajectory.prompt_length

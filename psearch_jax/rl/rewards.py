@@ -32,17 +32,16 @@ class PaperReward:
 
     Args:
       section: the weights and options.
-      unfinished_penalty: what a rollout without an answer loses.
     """
 
-    def __init__(self, section: RewardSection, unfinished_penalty: float = 0.0):
-        self._section, self._unfinished_penalty = section, unfinished_penalty
+    def __init__(self, section: RewardSection):
+        self._section = section
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[RewardParts]:
         parts = [paper_reward(t, self._section) for t in trajectories]
-        if self._section.parallelism == "critical_path":
+        if self._section.critical_path:
             parts = with_critical_path(parts, trajectories, self._section.critical_path)
-        return with_unfinished_penalty(parts, trajectories, self._unfinished_penalty)
+        return with_unfinished_penalty(parts, trajectories, self._section.unfinished_penalty)
 
 
 def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
@@ -58,7 +57,7 @@ def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
     form = format_part(worth, trajectory.answer is not None, trajectory.well_formed, reward)
     searches = len(trajectory.executed)
     penalty = reward.sub_query_penalty * sum(len(turn.queries) for turn in trajectory.executed)
-    if reward.parallelism == "critical_path":
+    if reward.critical_path:
         return RewardParts(worth, form, 0.0, -penalty)
     decomposition = decomposition_part(question.kind, trajectory.decomposed, reward.decomposition)
     return RewardParts(worth, form, decomposition, count_part(question.kind, searches, reward.search_count) - penalty)
@@ -66,7 +65,7 @@ def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
 
 def never_pays_for_splitting(kinds: Iterable[Kind], reward: RewardSection) -> bool:
     """Whether the reward has a bonus for splitting that no question of these kinds can earn."""
-    labelled = reward.parallelism == "labelled" and reward.decomposition > 0
+    labelled = not reward.critical_path and reward.decomposition > 0
     return labelled and all(kind != "parallel" for kind in kinds)
 
 
@@ -97,7 +96,7 @@ def count_part(kind: Kind, searches: int, weight: float) -> float:
 def with_critical_path(
     parts: Sequence[RewardParts], trajectories: Sequence[Trajectory], weight: float
 ) -> list[RewardParts]:
-    """Adds the bonus of reward.parallelism=critical_path: right answers earn more, the shorter their critical path.
+    """Adds the bonus of reward.critical_path: right answers earn more, the shorter their critical path.
 
     The critical path is the number of model turns: sub-queries of one search run at once, searches in different turns
     do not. A right answer gets weight * clip(1 - turns / mean, -MAX_BONUS, MAX_BONUS). The mean is over the right

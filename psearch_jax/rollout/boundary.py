@@ -24,6 +24,7 @@ log = logging.getLogger("psearch_jax")
 ROOT = 0
 HIT_NONE, HIT_SEARCH, HIT_ANSWER = 0, 1, 2
 PATTERNS = {SEARCH_CLOSE.encode(): HIT_SEARCH, ANSWER_CLOSE.encode(): HIT_ANSWER}
+TOKENS_AFTER_ANSWER = 4  # sampled at most after `</answer>` while waiting for a stop token
 TABLES_VERSION = 1  # part of the cache key: increase it when the meaning of the tables changes
 
 

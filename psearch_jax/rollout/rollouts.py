@@ -26,10 +26,17 @@ class Rollout:
     turn_start: int  # position of the first token of the current turn
     turns: list[Turn] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # as Trajectory.versions
+    stopped: RowArrays | None = None  # its row, from a stop until the next turn begins
 
     @property
     def model_calls(self) -> int:
         return sum(t.n_sampled > 0 for t in self.turns)
+
+    @property
+    def stopped_length(self) -> int:
+        """The number of tokens of a stopped rollout."""
+        assert self.stopped is not None
+        return len(self.stopped.ids)
 
     def sample_from(self, position: int, version: int) -> None:
         """Records that tokens from this position on are sampled with the weights of a version."""
@@ -42,13 +49,13 @@ ParseTurn = Callable[[Rollout, np.ndarray, Status], Turn]  # of the sampled toke
 Progress = Callable[[int, int], None]  # (trajectories done, trajectories in total), of this process
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Parts:
     """The components, settings and sizes that rollouts use."""
 
     sampler: Sampler
     tokenizer: Tokenizer
-    retriever: Retriever | None
+    retriever: Retriever | None  # None if the budgets allow no search
     rollout: RolloutSection
     retrieval: RetrievalSection
     parse_turn: ParseTurn
@@ -84,7 +91,7 @@ class Suspended:
         return Waiting(r.order, r.question, r.sample, self.ids[: r.prompt_length].tolist(), self.key)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Usage:
     """The cost of rollouts, as the host counts it."""
 
@@ -126,11 +133,10 @@ class Usage:
 def stack_rows(suspended: Mapping[int, Suspended], rows: int, positions: int) -> tuple[RowArrays, np.ndarray]:
     """Suspended rollouts by slot as the rows of all slots, and their lengths [B]; the other slots are empty."""
     known = (np.zeros((rows, positions), dtype) for dtype in (np.int32, bool, np.float32))
-    numbers = (np.zeros(rows, np.int32) for _ in range(2))
-    arrays = RowArrays(*known, np.zeros((rows, 2), np.uint32), *numbers)
-    length = np.zeros(rows, np.int32)
+    turn_left, automaton, length = (np.zeros(rows, np.int32) for _ in range(3))
+    arrays = RowArrays(*known, turn_left, automaton, np.zeros((rows, 2), np.uint32))
     for slot, one in suspended.items():
         n = length[slot] = len(one.ids)
         arrays.ids[slot, :n], arrays.mask[slot, :n], arrays.logprobs[slot, :n] = one.ids, one.mask, one.logprobs
-        arrays.key[slot], arrays.turn_left[slot], arrays.automaton[slot] = one.key, one.turn_left, one.automaton
+        turn_left[slot], automaton[slot], arrays.key[slot] = one.turn_left, one.automaton, one.key
     return arrays, length

@@ -8,8 +8,8 @@ Invariant of every row: `length` tokens are known and the cache holds `length - 
 token is always the next model input. So no logits are stored, and new, parked and refilled rows are treated alike.
 
 `generate` stops when no row is running, after the requested number of decode steps, or when enough rows wait:
-parked at `</search>`, at the end of a full turn or, with `eos_continues`, at a stop token without an answer, or
-finished while other rollouts wait for a slot.
+parked at `</search>`, at the end of a full turn or at a stop token without an answer, or finished while other rollouts
+wait for a slot.
 `admit` and `extend` change only a few rows per call: those of `slots` [R], where -1 means none. Their cost grows with
 R, so a row need not wait until many rows are ready. On a mesh `slots` is split like the rows, and each device's part
 names slots of that device.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,7 @@ class Sampler:
       choose: samples the next token of every row; traced into `generate`.
 
     Attributes:
+      new_state, prefill, admit, extend, read, restore, refresh: the methods of `SamplerPrograms`.
       by_length: decoding reads each row's cache only up to the row's length, so a smaller `span` saves nothing.
     """
 
@@ -141,124 +142,37 @@ class Sampler:
         self._host_tables = StopTables(
             np.pad(tables.next, ((0, 1), (0, 0)), constant_values=states), np.pad(tables.hit, ((0, 1), (0, 0))), stop
         )
-        self._shardings = shardings = self._state_shardings()
+        self._shardings = self._state_shardings()
+        self._jitted: dict[str, Any] = {}
+        compile_updating = functools.partial(self._compile, donate_argnames="state")
+        self.new_state = self._compile(programs.new_state, static_argnums=(0, 1))
+        self.prefill = self._compile(programs.prefill)
+        self.admit = compile_updating(programs.admit)
+        self.extend = compile_updating(programs.extend)
+        self.read = self._compile(programs.read, out_shardings=replicated(mesh))
+        self.restore = compile_updating(programs.restore)
+        self.refresh = compile_updating(programs.refresh, static_argnames="width")
+        self._generate = compile_updating(programs.generate, static_argnames="span")
+        self._unstack = self._compile(programs.unstack, out_shardings=None)
 
-        def jit(function: Any, **options: Any) -> Any:
-            return jax.jit(function, out_shardings=shardings, **options)
+    def _compile(self, program: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """The program with its mesh set, compiled once per shape. Arguments are positional: named ones would compile
+        again."""
+        jitted = self._jitted[program.__name__] = jax.jit(program, **{"out_shardings": self._shardings} | options)
 
-        self._new = jit(programs.new_state, static_argnums=(0, 1))
-        self._prefill = jit(programs.prefill)
-        self._admit = jit(programs.admit, donate_argnames="state")
-        self._extend = jit(programs.extend, donate_argnames="state")
-        self._read = jax.jit(programs.read, out_shardings=replicated(mesh))
-        self._restore = jit(programs.restore, donate_argnames="state")
-        self._refresh = jit(programs.refresh, donate_argnames="state", static_argnames="width")
-        self._generate = jit(programs.generate, donate_argnames="state", static_argnames="span")
-        self._unstack = jax.jit(programs.unstack)
+        @functools.wraps(program)
+        def call(*arguments: Any) -> Any:
+            with jax.set_mesh(self.mesh):
+                return jitted(*arguments)
+
+        return call
 
     def weights(self, params: nnx.State) -> SamplingWeights:
         """The sampling copy of a policy in the form that every call takes.
 
         On one CPU the layers are unstacked here, once for many calls. On a GPU each call of `generate` does it.
         """
-        if self._backend.unstack != "once":
-            return SamplingWeights(params, None)
-        with jax.set_mesh(self.mesh):
-            return SamplingWeights(params, self._unstack(params))
-
-    # ---- the calls. Arguments are positional, as in `programs`: another way to pass them would compile again. ----
-
-    def new_state(self, rows: int, positions: int) -> SamplerState:
-        """B empty slots of S positions."""
-        with jax.set_mesh(self.mesh):
-            return self._new(rows, positions)
-
-    def prefill(self, weights: SamplingWeights, ids: np.ndarray, n: np.ndarray) -> SamplerState:
-        """Computes a pool of P prompts and their caches.
-
-        Args:
-          ids: [P, width] int32.
-          n: [P] int32 (0: an unused row).
-        """
-        with jax.set_mesh(self.mesh):
-            return self._prefill(weights, ids, n)
-
-    def admit(
-        self,
-        state: SamplerState,
-        pool: SamplerState,
-        source: np.ndarray,
-        keys: np.ndarray,
-        turn_tokens: int | np.ndarray,
-        budget_end: int,
-        slots: np.ndarray | None = None,
-    ) -> SamplerState:
-        """Copies prompt `source[r]` of the pool into slot `slots[r]`; -1 leaves the slot as it is, -2 empties it.
-
-        Args:
-          source: [R] int32.
-          keys: [R, 2] uint32 key data, used where a prompt is admitted.
-          turn_tokens: maximum tokens of the first turn; one number, or [R].
-          slots: [R] int32, -1 for none; default: all in order.
-        """
-        slots = np.arange(len(source), dtype=np.int32) if slots is None else slots
-        with jax.set_mesh(self.mesh):
-            return self._admit(state, pool, slots, source, keys, _per_row(turn_tokens, source), np.int32(budget_end))
-
-    def extend(
-        self,
-        weights: SamplingWeights,
-        state: SamplerState,
-        ids: np.ndarray,
-        n: np.ndarray,
-        turn_tokens: int | np.ndarray,
-        slots: np.ndarray | None = None,
-    ) -> SamplerState:
-        """Appends `n[r]` forced tokens to the row in `slots[r]` (mask 0) and starts its next turn; n = 0: no change.
-
-        Tokens that do not fit into S are dropped, and the row ends with CONTEXT_FULL.
-
-        Args:
-          ids: [R, C] int32.
-          n: [R] int32.
-          turn_tokens: maximum tokens of the next turn; one number, or [R].
-          slots: [R] int32, -1 for none; default: all in order.
-        """
-        slots = np.arange(len(n), dtype=np.int32) if slots is None else slots
-        with jax.set_mesh(self.mesh):
-            return self._extend(weights, state, slots, ids, n, _per_row(turn_tokens, n))
-
-    def read(self, state: SamplerState, slots: np.ndarray) -> RowArrays:
-        """The rows in R slots, on every device; at -1 an arbitrary row.
-
-        Args:
-          slots: [R] int32.
-        """
-        with jax.set_mesh(self.mesh):
-            return self._read(state, slots)
-
-    def restore(self, state: SamplerState, rows: RowArrays, length: np.ndarray) -> SamplerState:
-        """Puts a row into every slot. The caches are then wrong until `refresh`.
-
-        Args:
-          rows: NumPy arrays of B rows.
-          length: [B] int32; a slot with 0 is empty.
-        """
-        with jax.set_mesh(self.mesh):
-            return self._restore(state, rows, length)
-
-    def refresh(
-        self, weights: SamplingWeights, state: SamplerState, slots: np.ndarray, start: int, width: int
-    ) -> SamplerState:
-        """Computes the cached keys and values of rows again, with other weights, at `width` positions from `start`.
-
-        Call it from position 0 on, in steps of `width`: later positions attend to the cache of earlier ones.
-
-        Args:
-          slots: [R] int32, -1 for none.
-        """
-        with jax.set_mesh(self.mesh):
-            return self._refresh(weights, state, slots, np.int32(start), width)
+        return SamplingWeights(params, self._unstack(params) if self._backend.unstack == "once" else None)
 
     def generate(
         self,
@@ -284,73 +198,52 @@ class Sampler:
         rows, positions = state.ids.shape
         temperatures = np.full(rows, temperature, np.float32)
         limits = YieldLimits(np.bool_(refill), np.int32(awaiting_search), np.int32(max_steps))
-        with jax.set_mesh(self.mesh):
-            return self._generate(weights, self._tables, state, temperatures, limits, span or positions)
-
-    # ---- the same calls without arrays ----
+        return self._generate(weights, self._tables, state, temperatures, limits, span or positions)
 
     def programs(
         self, shapes: SamplerShapes, weights: SamplingWeights | None = None, suspends: bool = False
     ) -> list[Program]:
-        """Every program that rollouts of these shapes call.
+        """Every program that rollouts of these shapes call, with its abstract arguments.
 
         Args:
           weights: those of the calls; default: as `abstract_params` without unstacked layers, to compile for devices
             that are not present.
           suspends: adds those that only suspended rollouts need.
         """
-        if weights is None:
-            weights = SamplingWeights(self.abstract_params(), None)
-        weights = jax.tree.map(abstract, weights)
+        w = jax.tree.map(abstract, weights or SamplingWeights(self.abstract_params(), None))
         state = self.abstract_state(shapes.slots, shapes.positions)
         tables = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(self.mesh)), self._host_tables
         )
         B, S, P, R = shapes.slots, shapes.positions, shapes.pool_rows, shapes.slots_per_call
-        slots = number_per_slot = _numbers(R)
-        rows = RowArrays(
-            _numbers(B, S), _array(bool, B, S), _array(np.float32, B, S), _keys(B), _numbers(B), _numbers(B)
-        )
-        limits = YieldLimits(_array(bool), _numbers(), _numbers())
+        i32 = functools.partial(_array, np.int32)
+        rows = RowArrays(i32(B, S), _array(bool, B, S), _array(np.float32, B, S), i32(B), i32(B), _keys(B))
+        limits = YieldLimits(_array(bool), i32(), i32())
+        temperatures = _array(np.float32, B)
 
-        def program(name: str, function: Any, arguments: Any, widths: tuple[int, ...] = (0,)) -> Program:
-            return Program(name, function, arguments, self.mesh, widths)
+        def pool(width: int) -> SamplerState:
+            return self.abstract_state(P, width)
 
-        def prefill(width: int) -> tuple[Any, ...]:
-            return weights, _numbers(P, width), _numbers(P)
-
-        def admit(width: int) -> tuple[Any, ...]:
-            return state, self.abstract_state(P, width), slots, number_per_slot, _keys(R), number_per_slot, _numbers()
-
-        def extend(width: int) -> tuple[Any, ...]:
-            return weights, state, slots, _numbers(R, width), number_per_slot, number_per_slot
-
-        def generate(span: int) -> tuple[Any, ...]:
-            return weights, tables, state, _array(np.float32, B), limits, span
-
-        def refresh(width: int) -> tuple[Any, ...]:
-            return weights, state, slots, _numbers(), width
-
-        programs = [
-            program("generate", self._generate, generate, shapes.spans),
-            program("prefill", self._prefill, prefill, shapes.prompts),
-            program("admit", self._admit, admit, shapes.prompts),
-            program("extend", self._extend, extend, shapes.observations),
-            program("read", self._read, lambda _: (state, slots)),
-            program("new_state", self._new, lambda _: (B, S)),
-            program("new_pool", self._new, lambda width: (P, width), shapes.prompts[:1]),
+        calls: list[tuple[str, tuple[int, ...], Callable[[int], tuple[Any, ...]]]] = [
+            ("generate", shapes.spans, lambda span: (w, tables, state, temperatures, limits, span)),
+            ("prefill", shapes.prompts, lambda width: (w, i32(P, width), i32(P))),
+            ("admit", shapes.prompts, lambda width: (state, pool(width), i32(R), i32(R), _keys(R), i32())),
+            ("extend", shapes.observations, lambda width: (w, state, i32(R), i32(R, width), i32(R), i32())),
+            ("read", (0,), lambda _: (state, i32(R))),
+            ("new_state", (0,), lambda _: (B, S)),
+            ("new_state", shapes.prompts[:1], lambda width: (P, width)),  # an empty pool
         ]
         if suspends:
-            programs += [
-                program("restore", self._restore, lambda _: (state, rows, _numbers(B))),
-                program("refresh", self._refresh, refresh, shapes.observations[-1:]),
+            calls += [
+                ("restore", (0,), lambda _: (state, rows, i32(B))),
+                ("refresh", shapes.observations[-1:], lambda width: (w, state, i32(R), i32(), width)),
             ]
-        return programs
+        return [Program(name, self._jitted[name], arguments, self.mesh, widths) for name, widths, arguments in calls]
 
     def compilations(self) -> dict[str, int]:
         """The number of shapes that each program was called with."""
         names = ("prefill", "admit", "extend", "refresh", "generate")
-        return {name: getattr(self, f"_{name}")._cache_size() for name in names}
+        return {name: self._jitted[name]._cache_size() for name in names}
 
     def abstract_state(self, rows: int, positions: int) -> SamplerState:
         """`new_state` as ShapeDtypeStructs with shardings."""
@@ -387,14 +280,5 @@ def _array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _numbers(*shape: int) -> jax.ShapeDtypeStruct:
-    return _array(np.int32, *shape)
-
-
 def _keys(rows: int) -> jax.ShapeDtypeStruct:
     return _array(np.uint32, rows, 2)
-
-
-def _per_row(number: int | np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """One number, or one per row [R], as [R] int32: a single shape, so that a program is compiled once."""
-    return np.full(rows.shape, number, np.int32)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from psearch_jax.config import DecoderConfig, Lora
@@ -40,6 +41,9 @@ class Status(enum.IntEnum):
     NOT_FINITE = 7  # a logit of the next token was NaN or infinite: nothing was sampled from it
 
 
+PARKED = np.array([Status.SEARCH, Status.TURN_FULL, Status.EOS])  # the row continues after tokens are appended
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerState:
@@ -51,7 +55,6 @@ class SamplerState:
     cache: KVCache  # its layout depends on the device
     length: jax.Array  # [B] int32, number of known tokens
     turn_left: jax.Array  # [B] int32, tokens that may still be sampled in this turn
-    budget_end: jax.Array  # [B] int32, the row stops when `length` reaches it; at most S
     automaton: jax.Array  # [B] int32, state of the tag automaton; its last state means that an answer is complete
     status: jax.Array  # [B] int32, a `Status`
     key: jax.Array  # [B], the rollout's own random key
@@ -74,19 +77,15 @@ class SamplerOptions:
     Attributes:
       dtype: of the weights, and of the KV cache, which on a CPU is float32 instead.
       top_k, top_p: sampling filters; the recorded log-probs are those before the filter.
-      max_tokens_after_answer: tokens sampled after `</answer>` while waiting for a stop token.
       yield_share: `generate` yields when this share of the live rows waits.
       lora: the adapters of the graph, if it has any; `params` then holds weights and adapters.
-      eos_continues: a row at a stop token without an answer waits for a message, as at the end of a full turn.
     """
 
     dtype: Any = jnp.float32
     top_k: int = 0
     top_p: float = 1.0
-    max_tokens_after_answer: int = 4
-    yield_share: float = 1.0
+    yield_share: float = 0.125
     lora: Lora | None = None
-    eos_continues: bool = False
 
 
 class RowArrays(NamedTuple):
@@ -94,16 +93,16 @@ class RowArrays(NamedTuple):
 
     Attributes:
       ids, mask, logprobs: [R, S], as in `SamplerState`.
-      key: [R, 2] uint32, the data of the keys.
       turn_left, automaton: [R] int32.
+      key: [R, 2] uint32, the data of the keys.
     """
 
     ids: Any
     mask: Any
     logprobs: Any
-    key: Any
     turn_left: Any
     automaton: Any
+    key: Any
 
 
 class SamplingWeights(NamedTuple):
@@ -163,6 +162,7 @@ class SamplerPrograms:
         return self.backend.activations(self.options.dtype)
 
     def new_state(self, rows: int, positions: int) -> SamplerState:
+        """B empty slots of S positions."""
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
         return SamplerState(
             ids=zeros((rows, positions)),
@@ -171,7 +171,6 @@ class SamplerPrograms:
             cache=KVCache.zeros(self.config, rows, positions, self.cache_dtype),
             length=zeros(rows),
             turn_left=zeros(rows),
-            budget_end=jnp.full(rows, positions, jnp.int32),
             automaton=zeros(rows),
             status=zeros(rows),
             key=jax.random.wrap_key_data(jnp.zeros((rows, 2), jnp.uint32)),
@@ -183,6 +182,12 @@ class SamplerPrograms:
         return nnx.merge(self.graph, params).unstack()
 
     def prefill(self, weights: SamplingWeights, ids: jax.Array, n: jax.Array) -> SamplerState:
+        """Computes a pool of P prompts and their caches.
+
+        Args:
+          ids: [P, width] int32.
+          n: [P] int32 (0: an unused row).
+        """
         k, v = self._keys_and_values(weights, ids)
         pool = self.new_state(*ids.shape)
         # Keys and values of pads can be NaN or infinite, and `admit` copies them past the prompt: they become zeros.
@@ -191,14 +196,28 @@ class SamplerPrograms:
         return replace(pool, ids=ids, length=n, cache=cache)
 
     def admit(
-        self, state: SamplerState, pool: SamplerState, slots, source, keys, turn_tokens, budget_end
+        self,
+        state: SamplerState,
+        pool: SamplerState,
+        slots: jax.Array,
+        source: jax.Array,
+        keys: jax.Array,
+        turn_tokens: jax.Array,
     ) -> SamplerState:
+        """Copies prompt `source[r]` of the pool into slot `slots[r]`; -1 leaves the slot as it is, -2 empties it.
+
+        Args:
+          slots: [R] int32, -1 for none.
+          source: [R] int32.
+          keys: [R, 2] uint32 key data, used where a prompt is admitted.
+          turn_tokens: [] int32, maximum tokens of the first turn.
+        """
         S, width = state.ids.shape[1], pool.ids.shape[1]
         index = jnp.maximum(source, 0)
         filled = jnp.where(source >= 0, slots, -1)
         prompt = jnp.pad(jnp.take(pool.ids, index, axis=0), ((0, 0), (0, S - width)))
         length = jnp.take(pool.length, index)
-        status = jnp.where(length < budget_end, Status.RUNNING, Status.CONTEXT_FULL)
+        status = jnp.where(length < S, Status.RUNNING, Status.CONTEXT_FULL)
         status = jnp.where(source == -2, Status.EMPTY, status)
 
         def fill(name: str, values: Any) -> jax.Array:
@@ -213,7 +232,6 @@ class SamplerPrograms:
             cache=kv_cache.copy_rows(state.cache, pool.cache, index, filled),
             length=fill("length", length),
             turn_left=fill("turn_left", turn_tokens),
-            budget_end=fill("budget_end", budget_end),
             automaton=fill("automaton", boundary.ROOT),
             status=put_rows(state.status, jnp.where(source == -1, -1, slots), status),
             key=fill("key", jax.random.wrap_key_data(keys)),
@@ -228,11 +246,21 @@ class SamplerPrograms:
         n: jax.Array,
         turn_tokens: jax.Array,
     ) -> SamplerState:
+        """Appends `n[r]` forced tokens to the row in `slots[r]` (mask 0) and starts its next turn; n = 0: no change.
+
+        Tokens that do not fit into S are dropped, and the row ends with CONTEXT_FULL.
+
+        Args:
+          slots: [R] int32, -1 for none.
+          ids: [R, C] int32.
+          n: [R] int32.
+          turn_tokens: [] int32, maximum tokens of the next turn.
+        """
         S = state.ids.shape[1]
         R, C = ids.shape
         offset = jnp.arange(C)
         n = jnp.where(slots < 0, 0, n)
-        known, length, end = (take_rows(x, slots) for x in (state.ids, state.length, state.budget_end))
+        known, length = (take_rows(x, slots) for x in (state.ids, state.length))
         room = jnp.clip(n, 0, S - length)
         target = jnp.where(offset < room[:, None], length[:, None] + offset, S)
         known = known.at[jnp.arange(R)[:, None], target].set(ids, mode="drop")
@@ -243,47 +271,44 @@ class SamplerPrograms:
         k, v = self._keys_and_values(weights, inputs, state.cache, start, rows=slots)
         length = length + room
         touched = jnp.where(n > 0, slots, -1)
-        status = jnp.where(length >= end, Status.CONTEXT_FULL, Status.RUNNING)
+        status = jnp.where(length >= S, Status.CONTEXT_FULL, Status.RUNNING)
         return replace(
             state,
             ids=put_rows(state.ids, touched, known),
             cache=kv_cache.write(state.cache, k, v, start, count, touched),
             length=put_rows(state.length, touched, length),
-            turn_left=put_rows(state.turn_left, touched, turn_tokens),
+            turn_left=put_rows(state.turn_left, touched, jnp.full_like(n, turn_tokens)),
             automaton=put_rows(state.automaton, touched, jnp.full_like(n, boundary.ROOT)),
             status=put_rows(state.status, touched, status),
         )
 
     def read(self, state: SamplerState, slots: jax.Array) -> RowArrays:
-        ids, mask, logprobs, key, turn_left, automaton = (
-            take_rows(x, slots)
-            for x in (
-                state.ids,
-                state.mask,
-                state.logprobs,
-                jax.random.key_data(state.key),
-                state.turn_left,
-                state.automaton,
-            )
-        )
-        return RowArrays(ids, mask, logprobs, key, turn_left, automaton)
+        """The rows in `slots` [R] int32, on every device; at -1 an arbitrary row."""
+        rows = [take_rows(getattr(state, name), slots) for name in RowArrays._fields if name != "key"]
+        return RowArrays(*rows, key=take_rows(jax.random.key_data(state.key), slots))
 
     def restore(self, state: SamplerState, rows: RowArrays, length: jax.Array) -> SamplerState:
-        return replace(
-            state,
-            ids=rows.ids,
-            mask=rows.mask,
-            logprobs=rows.logprobs,
-            key=jax.random.wrap_key_data(rows.key),
-            turn_left=rows.turn_left,
-            automaton=rows.automaton,
-            length=length,
-            status=jnp.where(length > 0, jnp.int32(Status.RUNNING), Status.EMPTY),
-        )
+        """Puts a row into every slot. The caches are then wrong until `refresh`.
+
+        Args:
+          rows: B rows.
+          length: [B] int32; a slot with 0 is empty.
+        """
+        status = jnp.where(length > 0, jnp.int32(Status.RUNNING), Status.EMPTY)
+        arrays = rows._asdict() | {"key": jax.random.wrap_key_data(rows.key)}
+        return replace(state, **arrays, length=length, status=status)
 
     def refresh(
         self, weights: SamplingWeights, state: SamplerState, slots: jax.Array, start: jax.Array, width: int
     ) -> SamplerState:
+        """Computes the cached keys and values of rows again, with other weights, at `width` positions from `start`.
+
+        Call it from position 0 on, in steps of `width`: later positions attend to the cache of earlier ones.
+
+        Args:
+          slots: [R] int32, -1 for none.
+          start: [] int32.
+        """
         S = state.ids.shape[1]
         known, length = (take_rows(x, slots) for x in (state.ids, state.length))
         # The last known token is the next decode step's input.
@@ -317,9 +342,7 @@ class SamplerPrograms:
 
         def keep_decoding(state: SamplerState) -> jax.Array:
             running = jnp.sum(state.status == Status.RUNNING)
-            parked = (state.status == Status.SEARCH) | (state.status == Status.TURN_FULL)
-            if self.options.eos_continues:
-                parked |= state.status == Status.EOS
+            parked = jnp.isin(state.status, PARKED)
             finished = (state.status != Status.EMPTY) & (state.status != Status.RUNNING) & ~parked
             waiting = jnp.sum(parked) - limits.awaiting_search + limits.refill * jnp.sum(finished)
             enough = waiting >= self.options.yield_share * (running + waiting)
@@ -376,8 +399,8 @@ class SamplerPrograms:
         was_answered = state.automaton == self.answered_state
         answered = was_answered | (hit == boundary.HIT_ANSWER)
         turn_left = state.turn_left - sampled
-        turn_left = jnp.where(answered & ~was_answered, self.options.max_tokens_after_answer, turn_left)
-        full = length >= state.budget_end
+        turn_left = jnp.where(answered & ~was_answered, boundary.TOKENS_AFTER_ANSWER, turn_left)
+        full = length >= S
         # The first condition that holds wins: tags before stop tokens before budgets.
         ended = [
             (hit == boundary.HIT_SEARCH, Status.SEARCH),

@@ -26,6 +26,7 @@ import numpy as np
 
 from psearch_jax.models.buckets import pick
 from psearch_jax.rollout import sampling
+from psearch_jax.rollout.boundary import TOKENS_AFTER_ANSWER
 from psearch_jax.rollout.rollouts import Parts, Rollout, Suspended, Usage, Waiting, stack_rows
 from psearch_jax.rollout.sampler import NO_STEP_LIMIT
 from psearch_jax.rollout.sampler_programs import RowArrays, SamplerState, SamplingWeights, Status
@@ -69,7 +70,7 @@ class RolloutScheduler:
     Attributes:
       live: slot -> rollout, for this process's slots that are decoding, parked or waiting for a search.
       results: order -> trajectory; the caller may remove what it takes.
-      usage: the cost since `resume`; `suspend` adds the decode steps to it.
+      usage: the cost so far; the caller may replace it. Decode steps are counted by `suspend`.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class RolloutScheduler:
     ):
         self.parts, self.search, self.samples = parts, search, samples
         self.settings, self.sampler = parts.rollout, parts.sampler
-        self.rows = self.settings.slots
+        self.rows, self._turn_tokens = self.settings.slots, np.int32(self.settings.turn_tokens)
         share, me = self.rows // jax.process_count(), jax.process_index()
         self.own_slots = range(me * share, (me + 1) * share)
         self.usage = Usage(share)
@@ -105,7 +106,6 @@ class RolloutScheduler:
         self._ended: set[int] = set()  # own slots whose rollout has ended but whose row is not emptied yet
         self._refill = False  # some process has rollouts that wait for a slot
         self._awaiting_search: set[int] = set()  # slots of all processes that wait for a search while others decode
-        self._stopped: dict[int, RowArrays] = {}  # own slot -> its row, from a stop until its next turn begins
 
     def resume(
         self,
@@ -124,7 +124,6 @@ class RolloutScheduler:
           suspended: of this process.
         """
         self.weights, self.version = weights, version
-        self.usage = Usage(len(self.own_slots))
         self.state = self.sampler.new_state(self.rows, self.settings.context_tokens)
         own = dict(zip(self.own_slots, suspended, strict=False))
         self.waiting.extendleft(one.from_prompt() for one in reversed(suspended[len(own) :]))
@@ -141,8 +140,8 @@ class RolloutScheduler:
         width = self.parts.shapes.observations[-1]
         for slots in self._slot_batches(sorted(restored, key=lambda b: length[b])):
             for start in range(0, max(length[b] for b in slots if b >= 0) - 1, width):
-                self.state = self.sampler.refresh(self.weights, self.state, slots, start, width)
-                self._count(refreshed=slots.size * width)
+                self.state = self.sampler.refresh(self.weights, self.state, slots, np.int32(start), width)
+                self.usage.refreshed += slots.size * width
 
     def suspend(self) -> list[Suspended]:
         """Takes all rollouts out of their slots, in the middle of a turn, and frees the slots' memory.
@@ -152,15 +151,14 @@ class RolloutScheduler:
         while self._awaiting_search:
             self.advance_stopped_rows()
         steps, row_steps, length = processes.fetch((self.state.steps, self.state.row_steps, self.state.length))
-        self._count(decode_steps=int(steps), row_steps=int(row_steps[list(self.own_slots)].sum()))
+        self.usage.decode_steps += int(steps)
+        self.usage.row_steps += int(row_steps[list(self.own_slots)].sum())
         rows = self._read(sorted(self.starts), length)
         suspended = [
             Suspended(rollout, row.ids, row.mask, row.logprobs, row.key, int(row.turn_left), int(row.automaton))
             for rollout, row in ((rollout, rows[b]) for b, rollout in self.live.items())
         ]
-        self.live, self.starts, self._pool_rows = {}, {}, {}
-        self._ended.clear()
-        self._stopped.clear()
+        self.live, self.starts, self._pool_rows, self._ended = {}, {}, {}, set()
         del self.state, self.weights
         self._pool = None
         return suspended
@@ -249,7 +247,6 @@ class RolloutScheduler:
         pending = self._dropped & set(self.search.pending)
         for b in [b for b, rollout in self.live.items() if rollout.order in self._dropped - pending]:
             del self.live[b], self.starts[b]
-            self._stopped.pop(b, None)
             self._ended.add(b)
         self._dropped = pending
 
@@ -267,17 +264,16 @@ class RolloutScheduler:
                 ids[row, : n[row]] = prompt
         self._pool = None  # free the old pool before the next one is computed
         self._pool = self.sampler.prefill(self.weights, ids, n)
-        self._count(prefilled=ids.size)
+        self.usage.prefilled += ids.size
         self._pool_rows = {group: row for row, group in enumerate(own, jax.process_index() * share)}
 
     def _admit(self, source: dict[int, int], keys: dict[int, np.ndarray]) -> None:
         if self._pool is None:  # slots are emptied before the first prompt is prefilled
             self._pool = self.sampler.new_state(self.parts.shapes.pool_rows, self.parts.shapes.prompts[0])
         for slots in self._slot_batches(source):
-            picked = np.array([source.get(b, -1) for b in slots], np.int32)
+            rows = np.array([source.get(b, -1) for b in slots], np.int32)
             row_keys = np.stack([keys.get(b, np.zeros(2, np.uint32)) for b in slots])
-            turn, end = self.settings.turn_tokens, self.settings.context_tokens
-            self.state = self.sampler.admit(self.state, self._pool, picked, row_keys, turn, end, slots)
+            self.state = self.sampler.admit(self.state, self._pool, slots, rows, row_keys, self._turn_tokens)
 
     def _slot_batches(self, slots: Iterable[int]) -> list[np.ndarray]:
         """Batches of R slots (of all processes) in the given order, each slot in its device's part, padded with -1."""
@@ -299,7 +295,7 @@ class RolloutScheduler:
             queries = {self.live[b].order: (self.live[b].question.query,) for b in slots}
             began = time.monotonic()
             passages = self.search.search(queries)
-            self._count(search_s=time.monotonic() - began)
+            self.usage.search_s += time.monotonic() - began
             chunks = {}
             for b in slots:
                 rollout = self.live[b]
@@ -327,7 +323,7 @@ class RolloutScheduler:
 
     def _span(self) -> int:
         """An upper bound on every live row's length at the end of its current turn, rounded up to a bucket."""
-        turn = self.settings.turn_tokens + self.settings.max_tokens_after_answer
+        turn = self.settings.turn_tokens + TOKENS_AFTER_ANSWER
         return pick(self.parts.shapes.spans, min(max(self.starts.values()) + turn, self.settings.context_tokens))
 
     # ---- read, parse, search ----
@@ -336,7 +332,7 @@ class RolloutScheduler:
         """Parses what each stopped row sampled; then ends its rollout, or searches and extends the row."""
         status, length = processes.fetch((self.state.status, self.state.length))  # waits for the device
         began, searched = time.monotonic(), self.usage.search_s
-        self._count(yields=1)
+        self.usage.yields += 1
         if all(status[b] == Status.RUNNING for b in self.starts):
             return
         stopped = [b for b in self.starts if status[b] != Status.RUNNING and b not in self._awaiting_search]
@@ -346,7 +342,7 @@ class RolloutScheduler:
         for b in [b for c in continuations for b in c.ended]:
             del self.starts[b]
         self._append(continuations, length)
-        self._count(host_s=time.monotonic() - began - (self.usage.search_s - searched))
+        self.usage.host_s += time.monotonic() - began - (self.usage.search_s - searched)
 
     def _read(self, slots: Sequence[int], length: np.ndarray) -> dict[int, RowArrays]:
         """The rows in slots of all processes, cut to their lengths."""
@@ -354,10 +350,10 @@ class RolloutScheduler:
         for batch in self._slot_batches(slots):
             arrays = jax.device_get(self.sampler.read(self.state, batch))
             for r, b in enumerate(batch.tolist()):
-                if b >= 0:
-                    row = RowArrays(*(x[r] for x in arrays))
-                    known = (x[: length[b]].copy() for x in row[:3])
-                    rows[b] = RowArrays(*known, row.key.copy(), row.turn_left, row.automaton)
+                if b >= 0:  # copies, so that a row does not keep the others in memory
+                    ids, mask, logprobs, *rest = (x[r].copy() for x in arrays)
+                    known = (x[: length[b]] for x in (ids, mask, logprobs))
+                    rows[b] = RowArrays(*known, *rest)
         return rows
 
     def _advance(self, rows: Mapping[int, RowArrays], status: np.ndarray) -> _Continuations:
@@ -367,9 +363,9 @@ class RolloutScheduler:
         chunks: dict[int, list[int]] = {}
         for b in [b for b in self.live if b in rows]:
             rollout, row, how = self.live[b], rows[b], Status(status[b])
-            self._stopped[b] = row
+            rollout.stopped = row
             turn = self.parts.parse_turn(rollout, row.ids[rollout.turn_start :], how)
-            decision = decide(turn, how, rollout.model_calls, self.settings.search_turns, self.settings.after_eos)
+            decision = decide(turn, how, rollout.model_calls, self.settings.search_turns)
             rollout.turns.append(replace(turn, queries=(), passages=()) if isinstance(decision, End) else turn)
             if isinstance(decision, End):
                 self._end(b, decision.status)
@@ -381,29 +377,30 @@ class RolloutScheduler:
         slots = {rollout.order: b for b, rollout in self.live.items()}
         for order, passages in self._exchange(queries).items():
             b = slots[order]
-            turn = self.live[b].turns[-1] = replace(self.live[b].turns[-1], passages=passages)
-            chunks[b] = self._observation(turn.queries, passages, len(self._stopped[b].ids))
-        for b in [b for b, chunk in chunks.items() if self._is_full(b, chunk)]:
+            rollout = self.live[b]
+            rollout.turns[-1] = replace(rollout.turns[-1], passages=passages)
+            chunks[b] = self._observation(rollout.turns[-1].queries, passages, rollout.stopped_length)
+        limit = self.settings.context_tokens
+        for b in [b for b, chunk in chunks.items() if self.live[b].stopped_length + len(chunk) >= limit]:
             del chunks[b]
             self._end(b, "truncated")
         for b in chunks:
-            del self._stopped[b]
+            self.live[b].stopped = None
         pending = {slots[order] for order in self.search.pending}
         return _Continuations(chunks, before - set(self.live), pending)
 
-    def _is_full(self, b: int, chunk: Sequence[int]) -> bool:
-        return len(self._stopped[b].ids) + len(chunk) >= self.settings.context_tokens
-
     def _end(self, b: int, status: EndStatus) -> None:
-        row = self._stopped.pop(b)
         self._ended.add(b)
-        self._finish(self.live.pop(b), status, row.ids, row.mask, row.logprobs)
+        rollout = self.live.pop(b)
+        row = rollout.stopped
+        assert row is not None
+        self._finish(rollout, status, row.ids, row.mask, row.logprobs)
 
     def _exchange(self, queries: Queries) -> Passages:
         began, searching = time.monotonic(), {*queries, *self.search.pending}
         idle = all(rollout.order in searching for rollout in self.live.values())
         passages = self.search.exchange(queries, idle=idle)
-        self._count(search_s=time.monotonic() - began)
+        self.usage.search_s += time.monotonic() - began
         return passages
 
     def _observation(self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], length: int) -> list[int]:
@@ -424,16 +421,13 @@ class RolloutScheduler:
                 if b >= 0:
                     n[r] = len(chunks[b])
                     ids[r, : n[r]] = chunks[b]
-            turn = self.settings.turn_tokens
-            self.state = self.sampler.extend(self.weights, self.state, ids, n, turn, slots)
-            self._count(extended=ids.size, forced=int(n.sum()))
+            self.state = self.sampler.extend(self.weights, self.state, slots, ids, n, self._turn_tokens)
+            self.usage.extended += ids.size
+            self.usage.forced += int(n.sum())
         for b, chunk in chunks.items():
             self.starts[b] = int(lengths[b]) + len(chunk)
             if b in self.live:
                 self.live[b].turn_start = self.starts[b]
-
-    def _count(self, **more: float) -> None:
-        self.usage = replace(self.usage, **{name: getattr(self.usage, name) + n for name, n in more.items()})
 
     def _finish(self, rollout: Rollout, status: EndStatus, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray):
         if rollout.order in self._dropped:

@@ -48,7 +48,6 @@ class RolloutStream:
         self._scheduler = RolloutScheduler(parts, search_policy(parts), samples=samples, seed=seed)
         self._batches: deque[range] = deque()  # of this process
         self._suspended: list[Suspended] = []
-        self._spent = Usage()
 
     def __len__(self) -> int:
         """Number of batches that were added and not collected yet."""
@@ -66,26 +65,36 @@ class RolloutStream:
         self._scheduler.add(questions, prompts, step)
         self._batches.append(range(first, self._scheduler.added))
 
-    @property
-    def ready(self) -> bool:
-        """Whether the oldest batch is complete in every process, so that `take` returns it."""
-        batch = self._batches[0]
-        return all(processes.allgather(lambda: all(order in self._scheduler.results for order in batch)))
-
-    def run(
-        self, weights: SamplingWeights, version: int, temperature: float, progress: Progress | None = None
-    ) -> None:
-        """Rolls out until the oldest batch is complete.
+    def collect(
+        self,
+        weights: Callable[[], SamplingWeights],
+        version: int,
+        temperature: float,
+        progress: Progress | None = None,
+    ) -> list[Trajectory]:
+        """Rolls out until the oldest batch is complete in every process, and takes it. All processes must call this.
 
         Args:
-          weights: of the policy.
+          weights: makes those of the policy; not called if the batch is already complete.
           version: of these weights, recorded with the tokens that they sample.
           progress: called with the numbers of completed and of all rollouts of this batch.
+
+        Returns:
+          The trajectories of the batch, all samples of a question together, in the order of its questions.
 
         Raises:
           RetrievalError, or what `progress` raises: in every process if it is raised in one. The stream cannot be used
             after that, except by `restore`.
         """
+        if not self._is_complete():
+            self._run(weights(), version, temperature, progress)
+        return [self._scheduler.results.pop(order) for order in self._batches.popleft()]
+
+    def _is_complete(self) -> bool:
+        batch, results = self._batches[0], self._scheduler.results
+        return all(processes.allgather(lambda: all(order in results for order in batch)))
+
+    def _run(self, weights: SamplingWeights, version: int, temperature: float, progress: Progress | None) -> None:
         scheduler, batch = self._scheduler, self._batches[0]
         scheduler.resume(weights, version, self._suspended)
 
@@ -94,30 +103,17 @@ class RolloutStream:
                 progress(sum(order in scheduler.results for order in batch), len(batch))
 
         # Without other batches, `refill` ends the loop and reports the end: its exchange between processes suffices.
-        alone = len(self._batches) == 1
-        while (alone or not self.ready) and scheduler.refill(report):
+        is_last = len(self._batches) == 1
+        while (is_last or not self._is_complete()) and scheduler.refill(report):
             scheduler.decode(temperature)
             scheduler.advance_stopped_rows()
-        if not alone:
+        if not is_last:
             processes.allgather(report)
         self._suspended = scheduler.suspend()
-        self._spent += scheduler.usage
-
-    def take(self) -> list[Trajectory]:
-        """The trajectories of the oldest batch, all samples of a question together, in the order of its questions."""
-        return [self._scheduler.results.pop(order) for order in self._batches.popleft()]
-
-    def collect(
-        self, weights: SamplingWeights, version: int, temperature: float, progress: Progress | None = None
-    ) -> list[Trajectory]:
-        """Rolls out the oldest batch, unless it is complete, and takes it. Arguments and errors as those of `run`."""
-        if not self.ready:
-            self.run(weights, version, temperature, progress)
-        return self.take()
 
     def spent(self) -> Usage:
         """The cost since the last call."""
-        spent, self._spent = self._spent, Usage(len(self._scheduler.own_slots))
+        spent, self._scheduler.usage = self._scheduler.usage, Usage(len(self._scheduler.own_slots))
         return spent
 
     def in_flight(self) -> InFlight:

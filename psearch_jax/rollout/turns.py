@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from psearch_jax.rollout.boundary import TOKENS_AFTER_ANSWER
 from psearch_jax.rollout.rollouts import Rollout
 from psearch_jax.rollout.sampler_programs import Status
 from psearch_jax.text import tags
@@ -32,18 +33,16 @@ class End:
     status: EndStatus
 
 
-def decide(turn: Turn, status: Status, model_calls: int, search_turns: int, after_eos: str) -> Continue | End | Search:
+def decide(turn: Turn, status: Status, model_calls: int, search_turns: int) -> Continue | End | Search:
     """What follows a stopped row's turn.
 
     Args:
       status: why the row stopped.
       model_calls: earlier turns of the rollout in which the model sampled.
-      search_turns, after_eos: as in the config's section `rollout`.
+      search_turns: as in the config's section `rollout`.
     """
     if status == Status.ANSWER and turn.action == "answer":
         return End("answered")
-    if status in (Status.ANSWER, Status.EOS) and after_eos == "end":
-        return End("eos")  # also for `</answer>` without an opening tag: the reply ends without an answer
     if status == Status.CONTEXT_FULL:
         return End("truncated")
     if status == Status.NOT_FINITE:
@@ -59,12 +58,10 @@ class TurnParser:
 
     Args:
       max_sub_queries: of one search; further ones are ignored.
-      max_tokens_after_answer: as the sampler's.
     """
 
     tokenizer: Tokenizer
     max_sub_queries: int
-    max_tokens_after_answer: int
 
     def __call__(self, rollout: Rollout, sampled: np.ndarray, status: Status) -> Turn:
         tokenizer, tokens = self.tokenizer, sampled
@@ -76,7 +73,7 @@ class TurnParser:
         text, tail_start = tokenizer.decode(tokens, control=True), None
         if status == Status.ANSWER:
             # The token that completes the tag is among the last few; its characters after the tag are not the tail.
-            first = max(1, len(tokens) - self.max_tokens_after_answer - 1)
+            first = max(1, len(tokens) - TOKENS_AFTER_ANSWER - 1)
             prefixes = (tokenizer.decode(tokens[:n], control=True) for n in range(first, len(tokens) + 1))
             tail_start = next((len(prefix) for prefix in prefixes if tags.ANSWER_CLOSE in prefix), None)
         action = tags.parse_turn(text, self.max_sub_queries, tail_start)

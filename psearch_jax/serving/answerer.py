@@ -89,7 +89,6 @@ class Answerer:
         seed: int = 0,
         every: int = EVERY,
     ):
-        self._parts = collector.parts
         self._collector, self._weights, self._seed, self._every = collector, weights, seed, every
         self._arrived: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._asked: dict[int, _Asked] = {}  # by rollout order
@@ -108,8 +107,10 @@ class Answerer:
         return not self._failing
 
     def _try(self) -> None:
-        if self._parts.retriever is not None:
-            self._parts.retriever.search([f"health {time.monotonic()}"], 1)  # a new query, so that no cache answers it
+        if self._collector.retriever is not None:
+            self._collector.retriever.search(
+                [f"health {time.monotonic()}"], 1
+            )  # a new query, so that no cache answers it
         self._failing = False
 
     def ask(self, text: str, listen: Listener, temperature: float = 0.0, seed: int = 0) -> Callable[[], None]:
@@ -130,7 +131,7 @@ class Answerer:
         if not (math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
             raise UserError(f"temperature: found {temperature}, accepted: 0 to {MAX_TEMPERATURE:g}")
         question = Question("asked", f"{seed} {text}", text, (), "single")
-        prompt, most = self._collector.render(question), self._parts.rollout.prompt_tokens
+        prompt, most = self._collector.render(question), self._collector.rollout.prompt_tokens
         if len(prompt) > most:
             raise UserError(f"question: found {len(prompt)} tokens with the prompt template, accepted: at most {most}")
         asked = _Asked(question, prompt, temperature, listen, time.monotonic())
@@ -183,8 +184,8 @@ class Answerer:
 
     def _serve(self) -> None:
         """Answers questions until `close`."""
-        search = ServingSearch(BatchRetriever(self._parts.retriever, self._parts.retrieval.topk))
-        scheduler = RolloutScheduler(self._parts, search, samples=1, seed=self._seed)
+        search = ServingSearch(BatchRetriever(self._collector.retriever, self._collector.retrieval.topk))
+        scheduler = RolloutScheduler(self._collector, search, samples=1, seed=self._seed)
         scheduler.resume(self._weights)
         self._failing = False
         while True:
@@ -238,7 +239,7 @@ class Answerer:
             asked = self._asked.get(rollout.order)
             if asked is None or status[slot] != Status.RUNNING or asked.sent_turns < len(rollout.turns):
                 continue
-            written = self._parts.tokenizer.decode(ids[slot, rollout.turn_start : length[slot]], control=True)
+            written = self._collector.tokenizer.decode(ids[slot, rollout.turn_start : length[slot]], control=True)
             _send_text(asked, written.rstrip("\ufffd"))  # the bytes of an incomplete character
 
     def _send_turns(self, scheduler: RolloutScheduler) -> None:

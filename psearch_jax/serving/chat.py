@@ -259,7 +259,7 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 def _reason(trajectory: Trajectory) -> str:
-    return "stop" if trajectory.status in ("answered", "eos") else "length"
+    return "stop" if trajectory.status == "answered" else "length"
 
 
 def _usage(trajectory: Trajectory) -> dict[str, int]:

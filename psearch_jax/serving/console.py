@@ -21,7 +21,6 @@ ANSWER, SEARCH, DIM = "bold green", "bold cyan", "dim"
 WITHOUT = {
     "truncated": "no answer: the context is full",
     "out_of_turns": "no answer: the last turn ended without one",
-    "eos": "no answer: the model ended its message without one",
     "not_finite": "no answer: a logit was not finite",
 }
 

@@ -21,7 +21,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.config import Config, DecoderConfig, LearningSection, SFTSection
+from psearch_jax.config import Config, DecoderConfig, SFTSection
 from psearch_jax.data.transcripts import Row
 from psearch_jax.models import decoder
 from psearch_jax.runtime import processes
@@ -29,7 +29,9 @@ from psearch_jax.runtime.metrics import WEIGHT, Ratio
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
 from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest, saved_after
 from psearch_jax.train.learner import token_logprobs
-from psearch_jax.train.state import TrainState
+from psearch_jax.train.monitoring.alarms import MAX_NONFINITE_UPDATES
+from psearch_jax.train.saving import CHECKPOINT_EVERY_S
+from psearch_jax.train.state import GRADIENT_CLIP, TrainState
 from psearch_jax.train.trainable import Trainable
 from psearch_jax.types import MicroBatch, TrainBatch, UserError
 
@@ -118,10 +120,10 @@ def cosine_schedule(peak: float, steps: int, warmup_ratio: float = WARMUP_RATIO)
     return optax.warmup_cosine_decay_schedule(peak / n, peak, n - 1, steps, 0.1 * peak)
 
 
-def make_optimizer(section: SFTSection, learning: LearningSection, steps: int) -> optax.GradientTransformation:
+def make_optimizer(section: SFTSection, steps: int) -> optax.GradientTransformation:
     """Global-norm clip, then AdamW with the cosine schedule."""
     adamw = optax.adamw(cosine_schedule(section.learning_rate, steps), weight_decay=WEIGHT_DECAY)
-    return optax.chain(optax.clip_by_global_norm(learning.gradient_clip), adamw)
+    return optax.chain(optax.clip_by_global_norm(GRADIENT_CLIP), adamw)
 
 
 # ---- batches ----
@@ -159,8 +161,6 @@ class FitOptions:
     steps: int
     log_every_steps: int = 1
     checkpoint_every_steps: int = 50
-    checkpoint_every_minutes: float = 0.0  # 0: by steps only
-    max_nonfinite_updates: int = 3
     record: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, saved in every checkpoint
     all_steps: int = 0  # of the run, of which these are a part; 0: the same
 
@@ -205,9 +205,9 @@ def fit(
                     save(step)
                 checkpoints.wait()
             raise Interrupted(saved_after(step)) from None
-        if metrics["nonfinite_in_a_row"] >= options.max_nonfinite_updates:
+        if metrics["nonfinite_in_a_row"] >= MAX_NONFINITE_UPDATES:
             raise UserError(
-                f"step {step + 1}: loss or gradient was not finite in {options.max_nonfinite_updates} updates in a "
+                f"step {step + 1}: loss or gradient was not finite in {MAX_NONFINITE_UPDATES} updates in a "
                 f"row, {trainer.nonfinite_cause(metrics)}; lower sft.learning_rate"
             )
         window.append({f"{name}/{key}" if name and key in trainer.metrics else key: v for key, v in metrics.items()})
@@ -220,10 +220,8 @@ def fit(
             means |= {"progress": done / (options.all_steps or options.steps), "tokens_per_s": tokens / seconds}
             log_metrics(done, means | {"steps_per_s": (done - first) / seconds})
             window = []
-        late = False
-        if options.checkpoint_every_minutes:  # by the clock of the first process, because all save together
-            minutes = processes.broadcast(lambda: (time.monotonic() - saved) / 60)  # noqa: B023
-            late = minutes >= options.checkpoint_every_minutes
+        # By the clock of the first process, because all save together.
+        late = processes.broadcast(lambda: time.monotonic() - saved) >= CHECKPOINT_EVERY_S  # noqa: B023
         if done % options.checkpoint_every_steps == 0 or done == options.steps or late:
             save(done)
             saved = time.monotonic()

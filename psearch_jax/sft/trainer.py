@@ -100,8 +100,6 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
                 end,
                 all_steps=run.steps,
                 checkpoint_every_steps=config.train.checkpoint_every_steps,
-                checkpoint_every_minutes=config.train.checkpoint_every_minutes,
-                max_nonfinite_updates=config.learning.max_nonfinite_updates,
                 record=record,
             )
             state = fit(run.trainer, state, run.batches, options, log_metrics, checkpoints, run.stop, step)

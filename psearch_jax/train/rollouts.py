@@ -38,7 +38,7 @@ def collect_rollouts(run: Run, questions: Sequence[Question], step: int, times: 
       times: the seconds of the phases rollout and reward are added to it.
 
     Raises:
-      Interrupted, RetrievalError: as `Collector.collect`.
+      Interrupted, RetrievalError: as `RolloutStream.collect`.
     """
     if run.recording is not None:
         return _replay(run, run.recording, questions, step, times)
@@ -80,10 +80,8 @@ def _sample(run: Run, questions: Sequence[Question], step: int, rollouts: Rollou
         progress.reach(done)
 
     with progress.step("rollouts", len(questions) * samples, patient=True):
-        if not run.stream.ready:
-            run.stream.run(run.sampling_weights(), step, config.rollout.temperature, on_progress)
-        # From here on every process computes the same.
-        collected = processes.in_order(run.stream.take(), samples)
+        own = run.stream.collect(run.sampling_weights, step, config.rollout.temperature, on_progress)
+        collected = processes.in_order(own, samples)  # from here on every process computes the same
     rollouts.usage += run.stream.spent()
     known = {t.question.identity for t in rollouts.trajectories}
     return [t for t in collected if t.question.identity not in known]
@@ -110,7 +108,4 @@ def compute_advantages(
     """[N] float32, relative to each rollout's group; 0 for those that are not learned from."""
     totals, groups = [parts.total for parts in rewards], [t.question.identity for t in trajectories]
     valid = [t.status != "not_finite" for t in trajectories]
-    advantages = group_advantages(totals, groups, config.learning.advantage, valid)
-    if config.rollout.unfinished == "mask":  # they count towards the baseline, but carry no signal
-        advantages *= [t.status == "answered" for t in trajectories]
-    return advantages
+    return group_advantages(totals, groups, config.learning.advantage, valid)

@@ -25,6 +25,7 @@ from psearch_jax.types import UserError
 from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
+CHECKPOINT_EVERY_S = 20 * 60.0  # a step that ends this long after the last checkpoint is saved
 # Fields that rollouts in flight depend on: under other values they would be continued wrongly.
 _ROLLOUT_FIELDS = (
     "data.",
@@ -47,11 +48,11 @@ class Saver:
         self.best: Best | None = None
         self._record = {"model": model_record(run.model), "tokenizer": run.tokenizer_path, "settings": run.settings}
         self._record |= {"lora": run.lora} if run.lora else {}
-        self._minutes, self._saved = run.config.train.checkpoint_every_minutes, time.monotonic()
+        self._saved = time.monotonic()
 
     def is_late(self) -> bool:
-        """Whether the last checkpoint is older than `train.checkpoint_every_minutes`."""
-        return (time.monotonic() - self._saved) / 60 >= self._minutes > 0
+        """Whether the last checkpoint is older than `CHECKPOINT_EVERY_S`."""
+        return time.monotonic() - self._saved >= CHECKPOINT_EVERY_S
 
     def save(self, step: int, loader: dict[str, Any], rollouts: InFlight, evaluation_due: bool = False) -> None:
         """Saves the state after `step` steps.

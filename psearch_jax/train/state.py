@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 from psearch_jax.config import Config, LearningSection
 from psearch_jax.sharding import STORAGE, param_shardings, put, replicated
 
+GRADIENT_CLIP = 1.0  # maximum global norm of the gradient; larger gradients are scaled down to it
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def make_optimizer(learning: LearningSection, total_updates: int) -> optax.Gradi
     def adamw(warmup_updates: jax.Array) -> optax.GradientTransformation:
         rate = functools.partial(_learning_rate, learning.learning_rate, warmup_updates)
         return optax.chain(
-            optax.clip_by_global_norm(learning.gradient_clip), optax.adamw(rate, weight_decay=learning.weight_decay)
+            optax.clip_by_global_norm(GRADIENT_CLIP), optax.adamw(rate, weight_decay=learning.weight_decay)
         )
 
     length = np.asarray(warmup_updates(learning, total_updates), np.int32)

@@ -44,6 +44,7 @@ from psearch_jax.types import Question, TrainBatch, UserError
 from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
+TRAJECTORIES_PER_STEP = 64  # written to trajectories/
 
 
 def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[str, Any]:
@@ -150,9 +151,7 @@ def _steps(run: Run, workdir: Path, saver: Saver, start: Start) -> int:
             except (Interrupted, RetrievalError) as stop:  # the step is saved below; a resumed run evaluates
                 stopped = stop
         saver.writer.write(step, metrics)
-        write_trajectories(
-            workdir, step, done.rollouts.trajectories, done.rollouts.rewards, config.train.trajectories_per_step
-        )
+        write_trajectories(workdir, step, done.rollouts.trajectories, done.rollouts.rewards, TRAJECTORIES_PER_STEP)
         if config.train.record_rollouts and run.recording is None:
             record(workdir, step, done.rollouts.draws)
         report(bar, step, metrics, may_split)
@@ -199,8 +198,7 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
     rollouts = collect_rollouts(run, questions, step, times)  # with rewards and advantages
     rows = trained_rows(rollouts.advantages, config.rollout.samples, config.train.prompts)
     trained = [rollouts.trajectories[i] for i in rows]
-    trains_all = config.rollout.unfinished != "mask"
-    batch = make_batch(trained, rollouts.advantages[rows], config.rollout.context_tokens, trains_all)
+    batch = make_batch(trained, rollouts.advantages[rows], config.rollout.context_tokens)
     with run.phase("logprobs", times):
         batch = _score(run, batch, np.asarray([rollouts.rewards[i].total for i in rows]))
     with run.phase("update", times):

@@ -94,7 +94,7 @@ def test_a_passage_may_be_a_title_alone(tmp_path, tiny_tokenizer):
 
 
 def test_prompts_of_the_rows(tmp_path, tiny_tokenizer):
-    """With data.prompt=row, a row's own chat is its prompt."""
+    """With data.template=row, a row's own chat is its prompt."""
     row = {"prompt": [{"role": "user", "content": "Look it up."}], "turns": [{"text": ANSWER}]}
     (parsed,) = read_rows(written(tmp_path, row), tiny_tokenizer, None, ROLLOUT)
     assert "user\nLook it up.<|im_end|>" in tiny_tokenizer.decode(parsed[0], control=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_sampler, random_params, tiny_config
+from helpers import admit, extend, make_sampler, random_params, tiny_config
 from jax.sharding import AbstractMesh, AxisType
 
 from psearch_jax.config import PRESETS, DecoderConfig
@@ -156,10 +156,10 @@ def test_cached_multi_turn_decode_equals_torch(pair, tiny_tokenizer):
         pool = sampler.prefill(weights, some(3, 16), np.array([16, 3, 9], np.int32))
         keys = rng.integers(0, 2**32, (3, 2), np.uint32)
         state = sampler.new_state(3, 96)
-        state = sampler.admit(state, pool, np.array([2, 0, 1], np.int32), keys, 6, 96)
+        state = admit(sampler, state, pool, np.array([2, 0, 1], np.int32), keys, 6)
         check(state)
         for turn, n in enumerate(([8, 1, 5], [1, 8, 0], [3, 4, 8])):
-            state = sampler.extend(weights, state, some(3, 8), np.array(n, np.int32), 6)
+            state = extend(sampler, weights, state, some(3, 8), np.array(n, np.int32), 6)
             check(state)
             if turn == 1:
                 continue

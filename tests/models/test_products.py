@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_sampler, random_params, tiny_config
+from helpers import admit, extend, make_sampler, random_params, tiny_config
 
 from psearch_jax.models import decoder
 from psearch_jax.models.backend import Backend
@@ -127,8 +127,8 @@ def test_prompts_and_passages_read_the_weights_of_each_layer(instructions, tiny_
 
     def caches(weights):
         pool = sampler.prefill(weights, ids, np.full(rows, 16, np.int32))
-        state = sampler.admit(sampler.new_state(rows, 48), pool, every, keys, 8, 48)
-        state = sampler.extend(weights, state, more, np.full(rows, 8, np.int32), 8)
+        state = admit(sampler, sampler.new_state(rows, 48), pool, every, keys, 8)
+        state = extend(sampler, weights, state, more, np.full(rows, 8, np.int32), 8)
         return np.asarray(pool.cache.k), np.asarray(state.cache.k[:, :, :, :23])
 
     weights = sampler.weights(params)

@@ -109,7 +109,7 @@ def test_the_colab_settings_run(tiny_policy, tmp_path, no_warm_up):
     run.reward = by_parity
     check_run(tmp_path, trainer.train(run, tmp_path), 0.003)
 
-    rows = run.collector.parts.shapes.pool_rows
+    rows = run.collector.shapes.pool_rows
     ids = np.random.default_rng(0).integers(5, 300, (rows, 32)).astype(np.int32)
 
     def keys(sampler: Sampler, params: nnx.State) -> np.ndarray:

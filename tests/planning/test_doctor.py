@@ -92,7 +92,7 @@ def test_questions_that_the_reward_does_not_suit_are_counted_by_kind(tmp_path):
 
     assert "(48 single; the reward for splitting needs questions" in text({"kind": "parallel"})
     assert "(48 parallel)" in text({"type": "parallel"})
-    assert "needs questions" not in text({"kind": "parallel"}, reward={"parallelism": "critical_path"})
+    assert "needs questions" not in text({"kind": "parallel"}, reward={"critical_path": 0.5})
     file.write_text("{")
     assert wrong(findings(config(data={"source": str(file)}), tmp_path)).count("not JSON") == 1, "one fault, one line"
 
@@ -110,7 +110,7 @@ def test_questions_that_the_reward_does_not_suit_are_counted_by_kind(tmp_path):
             "config.eval.best_metric",
         ),
         ({"reward": {"profile": "compat"}}, 48, "prompt", "config.data.template=toy: found 0 times"),
-        ({"data": {"prompt": "row"}}, 48, "prompt", "no prompt found in its row"),
+        ({"data": {"template": "row"}}, 48, "prompt", "no prompt found in its row"),
     ],
 )
 def test_what_training_refuses_is_reported(tmp_path, sections, count, name, words):

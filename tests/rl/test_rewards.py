@@ -102,7 +102,7 @@ def test_f1_as_the_outcome_lies_between_wrong_and_right():
 
 def test_every_sub_query_has_its_price():
     """The price does not depend on how sub-queries are grouped into searches."""
-    priced = RewardSection(sub_query_penalty=0.05, parallelism="critical_path")
+    priced = RewardSection(sub_query_penalty=0.05, critical_path=0.5)
     plain = replace(priced, sub_query_penalty=0.0)
     for searches, sub_queries in (([], 0), ([2], 2), ([1, 1], 2), ([2, 1], 3)):
         t = trajectory("sequential", searches, "Ada")
@@ -126,7 +126,7 @@ def with_turns(searches, answer="Ada", question="1"):
 
 def test_a_critical_path_is_rewarded_without_labels():
     """Only right answers to the same question are compared, and the bonus reaches the advantages."""
-    section = RewardSection(parallelism="critical_path", critical_path=0.4)
+    section = RewardSection(critical_path=0.4)
     rollouts = [
         with_turns([2]),  # 2 model turns
         with_turns([1, 1]),  # 3
@@ -151,18 +151,17 @@ def test_a_critical_path_is_rewarded_without_labels():
 
 
 def test_a_rollout_without_an_answer_pays_for_it(tiny_tokenizer):
-    """With unfinished=penalise, `unfinished_penalty` is part of its total, in both profiles."""
+    """`unfinished_penalty` is part of its total, in both profiles."""
     prompt = tiny_tokenizer.encode_trusted(PROMPT)
     rollouts = [
         replace(trajectory("single", [1], a), ids=np.array(prompt), prompt_length=len(prompt)) for a in ("Ada", None)
     ]
     for profile in ("paper", "compat"):
-        fields = {"reward": {"profile": profile, "unfinished_penalty": 0.3}}
         free, charged = (
-            build.make_reward(from_mapping({**fields, "rollout": {"unfinished": unfinished}}), tiny_tokenizer)(
-                rollouts
-            )
-            for unfinished in ("train", "penalise")
+            build.make_reward(
+                from_mapping({"reward": {"profile": profile, "unfinished_penalty": penalty}}), tiny_tokenizer
+            )(rollouts)
+            for penalty in (0.0, 0.3)
         )
         assert [b.total - a.total for a, b in zip(free, charged, strict=True)] == pytest.approx([0, -0.3])
 

@@ -21,9 +21,9 @@ from helpers import (
 )
 from written import CONFIG, collect, say
 
-from psearch_jax.config import RolloutSection
 from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch
+from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.rollout.stream import search_policy
 from psearch_jax.runtime.compiling import CompilationCounter
@@ -132,9 +132,9 @@ def test_every_end_has_its_name(tiny_tokenizer, sampler, params, service):
         [long] * 200,  # two corrected turns, then the last one
         say(tiny_tokenizer, *[long] * 40, query, ANSWER, im_end),
     ]
-    rollout = rollout_section(context_tokens=240, after_eos="end")
+    rollout = rollout_section(context_tokens=240)
     ts = collect(sampler, tiny_tokenizer, params, scripts, rollout, service)
-    assert [t.status for t in ts] == ["answered"] * 3 + ["eos"] + ["out_of_turns"] * 2 + ["answered"]
+    assert [t.status for t in ts] == ["answered"] * 3 + ["out_of_turns"] * 3 + ["answered"]
     assert [t.well_formed for t in ts] == [True, True, False, False, False, False, False]
     assert [t.answer for t in ts[:3]] == ["Ada Lovelace"] * 3 and ts[3].answer is None
     assert ts[2].mask.sum() == len(encode(ANSWER)) + 4
@@ -298,7 +298,7 @@ def hostile_scripts(tokenizer) -> list[list[int]]:
 def test_no_model_output_raises_or_misaligns(tiny_tokenizer, sampler, params, service):
     """Early policies write anything: one odd turn would stop the run or shift tokens against mask and log-probs."""
     scripts = hostile_scripts(tiny_tokenizer)
-    rollout = rollout_section(context_tokens=240, after_eos="end")
+    rollout = rollout_section(context_tokens=240)
     ts = collect(sampler, tiny_tokenizer, params, scripts, rollout, service)
     by_text = {i: t for i, t in enumerate(ts)}
     assert by_text[0].turns[0].action == "none"  # never opened
@@ -309,8 +309,8 @@ def test_no_model_output_raises_or_misaligns(tiny_tokenizer, sampler, params, se
     assert by_text[7].answer == "" and by_text[8].answer == "b"
     assert by_text[11].turns[0].queries == ("a",) and not by_text[11].decomposed
     forged = by_text[16]
-    assert forged.status == "eos" and forged.answer is None
-    assert {t.status for t in ts} >= {"answered", "eos", "out_of_turns"}
+    assert forged.status == "out_of_turns" and forged.answer is None
+    assert {t.status for t in ts} >= {"answered", "out_of_turns"}
     batch = make_batch(ts, np.ones(len(ts), np.float32), 240)
     for i, t in enumerate(ts):
         assert batch.length[i] == len(t.ids)
@@ -368,14 +368,16 @@ def reference_run(tiny_tokenizer, sampler, params, service):
     return collect(sampler, tiny_tokenizer, params, scripts, service=service, samples=2, one_bucket=True)
 
 
-@pytest.mark.parametrize("changes", [{"slots": 3}, {"slots": 12, "yield_share": 0.4}], ids=str)
-def test_slots_and_yields_change_no_trajectory(tiny_tokenizer, params, service, sampler, reference_run, changes):
+@pytest.mark.parametrize(("slots", "yield_share"), [(3, 1.0), (12, 0.4)])
+def test_slots_and_yields_change_no_trajectory(
+    tiny_tokenizer, params, service, sampler, reference_run, slots, yield_share
+):
     """Refilling slots would reorder, drop or alter a rollout, although it may only affect speed."""
-    if "yield_share" in changes:
-        sampler = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=changes["yield_share"])
+    if yield_share < 1:
+        sampler = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=yield_share)
         sampler.after = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     scripts = drawing_scripts(tiny_tokenizer, 12)
-    ts = collect(sampler, tiny_tokenizer, params, scripts, rollout_section(**changes), service, samples=2)
+    ts = collect(sampler, tiny_tokenizer, params, scripts, rollout_section(slots=slots), service, samples=2)
     for a, b in zip(reference_run, ts, strict=True):
         same(a, b, exact=False)
 
@@ -387,15 +389,17 @@ def test_what_a_call_cost(tiny_tokenizer, params, service):
     answer = [*say(tiny_tokenizer, ANSWER), tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")]
     scripts = [[word] * a + query + [word] * b + answer for a, b in turns.tolist()]
     used = {}
-    for share in (RolloutSection().yield_share, 1.0):
+    for share in (SamplerOptions().yield_share, 1.0):
         sampler = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=share)
         rollout = rollout_section(slots=8, turn_tokens=60, context_tokens=240, num_buckets=1)
         collector = make_collector(tiny_tokenizer, sampler, rollout, service)
         rollouts = [(question(i), 0) for i in range(len(scripts))]
         sampler.give(0, 0, rollouts, scripts)
+        stream = collector.stream(1, seed=0)
+        stream.add([q for q, _ in rollouts], step=0)
         weights = sampler.weights(params)
-        out = collector.collect(weights, [q for q, _ in rollouts], 1, seed=0, step=0, temperature=1.0)
-        used[share] = usage = collector.usage
+        out = stream.collect(lambda w=weights: w, 0, 1.0)
+        used[share] = usage = stream.spent()
         assert [t.status for t in out] == ["answered"] * len(scripts)
         sampled = sum(int(t.mask.sum()) for t in out)
         assert usage.row_steps == sampled == sum(map(len, scripts))
@@ -508,7 +512,7 @@ def test_what_nobody_wants_leaves_nothing_behind(tiny_tokenizer, sampler, params
     script = say(tiny_tokenizer, SEARCH, ANSWER)
     sampler.give(0, 0, [(q, 0) for q in questions], [script] * 6)
     collector = make_collector(tiny_tokenizer, sampler, rollout, service)
-    scheduler = RolloutScheduler(collector.parts, search_policy(collector.parts), samples=1, seed=0)
+    scheduler = RolloutScheduler(collector, search_policy(collector), samples=1, seed=0)
     scheduler.resume(sampler.weights(params))
     scheduler.add(questions, [collector.render(q) for q in questions], step=0)
     for order in (0, 3, 5):  # one of them has a slot when it is dropped

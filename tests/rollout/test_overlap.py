@@ -102,18 +102,16 @@ def run(tiny_tokenizer, sampler, params):
         questions = [question(i) for i in range(ROWS)]
         sampler.give(0, 0, [(q, 0) for q in questions], scripts)
         collector = make_collector(tiny_tokenizer, sampler, rollout, service)
-        return collector.collect(
-            collector.sampler.weights(params), questions, 1, seed=0, step=0, temperature=1.0
-        ), collector.usage
+        return collector.collect(sampler.weights(params), questions, 1, seed=0, step=0, temperature=1.0)
 
     return collected
 
 
 def test_other_rows_decode_while_a_row_is_searched_for(run, searches):
     """Decoding waits for a search, a row gets other or outdated passages, or is extended twice or never."""
-    ahead, _ = run(OneAtATime(), True)
+    ahead = run(OneAtATime(), True)
     assert len(searches) >= 5
-    for ours, expected in zip(ahead, run(real_retriever(), False)[0], strict=True):
+    for ours, expected in zip(ahead, run(real_retriever(), False), strict=True):
         assert ours.status == expected.status == "answered" and len(ours.turns) == 3
         assert [t.queries for t in ours.turns] == [t.queries for t in expected.turns]
         assert [t.passages for t in ours.turns] == [t.passages for t in expected.turns]
@@ -124,7 +122,7 @@ def test_other_rows_decode_while_a_row_is_searched_for(run, searches):
 
 def test_an_initial_search_beside_them(run, searches):
     """The first search of a new row overlaps another search in a retriever that takes one batch at a time."""
-    trajectories, _ = run(OneAtATime(), True, initial_search=True)
+    trajectories = run(OneAtATime(), True, initial_search=True)
     assert [len(t.turns) for t in trajectories] == [4] * ROWS and searches
 
 
@@ -132,7 +130,7 @@ def test_one_that_fails_ends_the_rollouts(run):
     """An error is lost in its thread, and rows wait for passages forever, or continue without them."""
     with pytest.raises(RetrievalError, match="nobody answers"):
         run(Gone(), True)
-    assert all(t.status == "answered" for t in run(real_retriever(), True)[0])
+    assert all(t.status == "answered" for t in run(real_retriever(), True))
 
 
 def test_no_end_of_the_program_waits_for_one():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import ScriptedSampler, make_learner, make_sampler, random_params, started, tiny_config
+from helpers import ScriptedSampler, admit, extend, make_learner, make_sampler, random_params, started, tiny_config
 
 from psearch_jax.models import decoder
 from psearch_jax.rollout.sampler import SamplerShapes
@@ -28,12 +28,18 @@ def weights():
 
 @pytest.fixture(scope="module")
 def scripted(tiny_tokenizer):
-    return make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, max_tokens_after_answer=4)
+    return make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler)
 
 
 @pytest.fixture(scope="module")
 def sampler(tiny_tokenizer):
     return make_sampler(tiny_tokenizer, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def half(tiny_tokenizer):
+    """Yields when half of the rows wait."""
+    return make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
 
 
 def fetch(state):
@@ -58,10 +64,10 @@ def spell(tokenizer, text: str) -> list[int]:
     return [single[bytes([b])] for b in text.encode()]
 
 
-def run_scripts(sampler, weights, scripts, turn_tokens=TURN, budget_end=S):
+def run_scripts(sampler, weights, scripts, turn_tokens=TURN, positions=S):
     sampler.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
     rows = [p if i < len(scripts) else None for i, p in enumerate(prompts())]
-    state = started(sampler, weights, rows, KEYS, S, turn_tokens, budget_end)
+    state = started(sampler, weights, rows, KEYS, positions, turn_tokens)
     before = fetch(state)
     return before, fetch(sampler.generate(weights, state, 1.0))
 
@@ -96,13 +102,6 @@ def test_each_end_stops_a_row_at_its_own_id(tiny_tokenizer, scripted, weights):
         assert np.all((after.logprobs[b] != 0) == expected)
 
 
-def test_no_answer_tail_at_all(tiny_tokenizer, weights):
-    """max_tokens_after_answer=0 must end the row at the tag, neither one token later nor never."""
-    one = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, max_tokens_after_answer=0)
-    before, after = run_scripts(one, weights, [[*spell(tiny_tokenizer, "</answer>"), 5, 5]])
-    assert after.length[0] - before.length[0] == 9 and after.status[0] == Status.ANSWER
-
-
 def test_a_full_context_ends_a_row_and_a_tag_at_its_last_id_still_counts(tiny_tokenizer, scripted, weights):
     """Writes past S would be dropped silently while the length keeps growing."""
     search, answer = spell(tiny_tokenizer, "</search>"), spell(tiny_tokenizer, "</answer>")
@@ -111,12 +110,11 @@ def test_a_full_context_ends_a_row_and_a_tag_at_its_last_id_still_counts(tiny_to
     fill = [[5] * (end - n) for n in lengths]
     fill[1][-9:], fill[2][-9:] = search, answer
     fill[3][-11:] = [*answer, 5, 5]
-    before, after = run_scripts(scripted, weights, fill, turn_tokens=50, budget_end=end)
+    before, after = run_scripts(scripted, weights, fill, turn_tokens=50, positions=end)
     assert np.all(after.length == end)
     status = [Status.CONTEXT_FULL, Status.SEARCH, Status.ANSWER, Status.ANSWER]
     assert after.status[:4].tolist() == status and set(after.status[4:]) == {Status.CONTEXT_FULL}
     assert np.all(after.mask.sum(1) == end - before.length)
-    assert not after.ids[:, end:].any()
 
 
 def test_a_prompt_that_fills_the_context_never_runs(sampler, weights):
@@ -140,7 +138,7 @@ def follow(sampler, weights, state, chunks, temperature=1.0):
     """The turns of `rollout` from a state whose slots are filled."""
     for chunk in chunks:
         state = sampler.generate(weights, state, temperature)
-        state = sampler.extend(weights, state, *padded(chunk, C), TURN)
+        state = extend(sampler, weights, state, *padded(chunk, C), TURN)
     return fetch(sampler.generate(weights, state, temperature))
 
 
@@ -206,12 +204,12 @@ def test_rows_with_nothing_to_add_are_untouched_bit_for_bit(tiny_tokenizer, scri
     state = on_device(parked)
     n = np.array([3, 0, 0, 8, 0, 0, 0, 0], np.int32)
     ids = np.full((B, C), 9, np.int32)
-    extended = scripted.extend(weights, state, ids, n, TURN)
+    extended = extend(scripted, weights, state, ids, n, TURN)
     check_rows(parked, fetch(extended), n == 0)
     pool = scripted.prefill(weights, np.full((2, 16), 7, np.int32), np.array([16, 0], np.int32))
     source = np.array([-1, 0, -1, -1, -1, -1, -1, -1], np.int32)
     before = fetch(extended)
-    admitted = scripted.admit(extended, pool, source, KEYS + 7, TURN, S)
+    admitted = admit(scripted, extended, pool, source, KEYS + 7, TURN)
     check_rows(before, fetch(admitted), source == -1)
     before = fetch(admitted)
     after = fetch(scripted.generate(weights, admitted, 1.0))
@@ -222,7 +220,7 @@ def test_rows_with_nothing_to_add_are_untouched_bit_for_bit(tiny_tokenizer, scri
 
 def check_rows(a, b, rows, rounding: float = 0.0) -> None:
     """Checks that rows are equal; keys, values and log-probs up to `rounding`."""
-    for name in ("ids", "mask", "length", "turn_left", "budget_end", "automaton", "status", "key"):
+    for name in ("ids", "mask", "length", "turn_left", "automaton", "status", "key"):
         np.testing.assert_array_equal(getattr(a, name)[rows], getattr(b, name)[rows], err_msg=name)
     np.testing.assert_allclose(a.logprobs[rows], b.logprobs[rows], rtol=0, atol=rounding)
     for mine, theirs in ((a.cache.k, b.cache.k), (a.cache.v, b.cache.v)):
@@ -237,7 +235,7 @@ def test_an_extension_forgets_half_a_tag(tiny_tokenizer, scripted, weights):
     assert state.status[0] == Status.TURN_FULL
     state = on_device(state)
     n = np.array([1] + [0] * (B - 1), np.int32)
-    state = scripted.extend(weights, state, np.full((B, C), 9, np.int32), n, TURN)
+    state = extend(scripted, weights, state, np.full((B, C), 9, np.int32), n, TURN)
     state = fetch(scripted.generate(weights, state, 1.0))
     assert state.status[0] == Status.TURN_FULL and state.mask[0].sum() == 2 * TURN
 
@@ -249,8 +247,8 @@ def test_an_extension_past_the_end_is_dropped_and_overwrites_nothing(scripted, w
     state = started(scripted, weights, [prompt, prompt, prompt], keys, 16, TURN)
     before = fetch(state)
     ids = np.arange(100, 100 + 3 * C, dtype=np.int32).reshape(3, C)
-    after = scripted.extend(weights, state, ids, np.array([8, 4, 3], np.int32), TURN)
-    again = fetch(scripted.extend(weights, after, ids, np.array([8, 0, 0], np.int32), TURN))
+    after = extend(scripted, weights, state, ids, np.array([8, 4, 3], np.int32), TURN)
+    again = fetch(extend(scripted, weights, after, ids, np.array([8, 0, 0], np.int32), TURN))
     for b, added in enumerate((4, 4, 3)):
         assert again.ids[b, :12].tolist() == prompt and again.length[b] == 12 + added
         assert again.ids[b, 12 : 12 + added].tolist() == ids[b, :added].tolist()
@@ -280,7 +278,7 @@ def test_a_refilled_slot_is_like_a_fresh_one(sampler, weights):
     fresh = rollout(sampler, weights, rows, KEYS, chunks)
     used = on_device(rollout(sampler, weights, rows[::-1], KEYS + 50, ragged_chunks(9)))
     pool = sampler.prefill(weights, *padded(rows))
-    state = sampler.admit(used, pool, np.arange(B, dtype=np.int32), KEYS, TURN, S)
+    state = admit(sampler, used, pool, np.arange(B, dtype=np.int32), KEYS, TURN)
     state = follow(sampler, weights, state, chunks)
     np.testing.assert_array_equal(state.ids, fresh.ids)
     np.testing.assert_array_equal(state.logprobs, fresh.logprobs)
@@ -307,7 +305,7 @@ def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(sampler, weights
 
     emptied = jax.tree.map(lambda x: jnp.full_like(x, of(x)), used.cache)  # as if all rows had ended with such values
     pool = sampler.prefill(weights, *padded(rows))
-    state = sampler.admit(dataclasses.replace(used, cache=emptied), pool, np.arange(B, dtype=np.int32), KEYS, TURN, S)
+    state = admit(sampler, dataclasses.replace(used, cache=emptied), pool, np.arange(B, dtype=np.int32), KEYS, TURN)
     refilled = follow(sampler, weights, state, chunks)
     check_rows(fresh, refilled, np.arange(B))
 
@@ -318,7 +316,7 @@ def test_an_emptied_slot_neither_runs_nor_waits(tiny_tokenizer, scripted, weight
     assert parked.status[:2].tolist() == [Status.SEARCH] * 2
     state = on_device(parked)
     pool = scripted.prefill(weights, np.zeros((B, 11), np.int32), np.zeros(B, np.int32))
-    state = fetch(scripted.admit(state, pool, np.array([-2, -1] + [-1] * 6), KEYS, TURN, S))
+    state = fetch(admit(scripted, state, pool, np.array([-2, -1] + [-1] * 6), KEYS, TURN))
     assert state.status[:2].tolist() == [Status.EMPTY, Status.SEARCH]
 
 
@@ -344,25 +342,24 @@ def test_the_coldest_temperatures_are_greedy(sampler, weights):
     np.testing.assert_array_equal(cold.logprobs, greedy.logprobs)
 
 
-def test_yielding_early_changes_no_rollout(tiny_tokenizer, weights):
+def test_yielding_early_changes_no_rollout(tiny_tokenizer, half, weights):
     """yield_share is a matter of speed: rows that are still running must resume where they were."""
     search = spell(tiny_tokenizer, "</search>")
-    early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
     scripts = [[5] * b + search for b in range(4)]
-    early.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
+    half.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
     rows = [p if i < 4 else None for i, p in enumerate(prompts())]
-    state = started(early, weights, rows, KEYS, S, TURN)
+    state = started(half, weights, rows, KEYS, S, TURN)
     seen = []
     for _ in range(3):
-        state = early.generate(weights, state, 1.0)
+        state = half.generate(weights, state, 1.0)
         seen.append(np.asarray(state.status)[:4].tolist())
         if seen[-1].count(Status.SEARCH) == 4:
             break
         emptied = np.array([-2 if s == Status.SEARCH else -1 for s in np.asarray(state.status)], np.int32)
         done = np.asarray(state.status) == Status.SEARCH
         assert done.sum() == (2 if len(seen) == 1 else 1)
-        pool = early.prefill(weights, np.zeros((B, 11), np.int32), np.zeros(B, np.int32))
-        state = early.admit(state, pool, emptied, KEYS, TURN, S)
+        pool = half.prefill(weights, np.zeros((B, 11), np.int32), np.zeros(B, np.int32))
+        state = admit(half, state, pool, emptied, KEYS, TURN)
     assert seen[0] == [Status.SEARCH, Status.SEARCH, Status.RUNNING, Status.RUNNING]
     for b, script in enumerate(scripts):
         n = int(state.length[b])
@@ -370,28 +367,23 @@ def test_yielding_early_changes_no_rollout(tiny_tokenizer, weights):
 
 
 @pytest.mark.parametrize(
-    ("eos_continues", "refill", "turns", "expected", "steps"),
+    ("ending", "refill", "waits", "status"),
     [
-        (False, False, None, [Status.EOS] * 4, 11),  # finished rows do not wait
-        (False, True, None, [Status.EOS] * 2 + [Status.RUNNING] * 2, 4),  # unless other rollouts wait for a slot
-        (True, False, None, [Status.EOS] * 2 + [Status.RUNNING] * 2, 4),  # a reply waits for the corrective message
-        (False, False, (2, 4, 9, 12), [Status.TURN_FULL] * 2 + [Status.RUNNING] * 2, 4),
+        ("</answer>", False, False, Status.ANSWER),  # finished rows do not wait
+        ("</answer>", True, True, Status.ANSWER),  # unless other rollouts wait for a slot
+        ("", False, True, Status.EOS),  # a reply waits for the corrective message
     ],
-    ids=["finished", "refilled", "corrected", "full turns"],
+    ids=["finished", "refilled", "corrected"],
 )
-def test_decoding_yields_when_half_of_the_rows_wait(
-    tiny_tokenizer, weights, eos_continues, refill, turns, expected, steps
-):
-    """Of four rows that stop after 2, 4, 9 and 11 tokens, two are enough, if they wait for the host."""
-    early = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5, eos_continues=eos_continues)
+def test_decoding_yields_when_half_of_the_rows_wait(tiny_tokenizer, half, weights, ending, refill, waits, status):
+    """Of four rows that stop one after the other, two are enough, if they wait for the host."""
     im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
-    scripts = [[5] * 40] * 4 if turns else [[5] * b + [im_end] for b in (1, 3, 8, 10)]
-    early.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
+    scripts = [[5] * n + tiny_tokenizer.encode_foreign(ending) + [im_end] for n in (1, 3, 4, 5)]
+    half.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
     rows = [p if i < 4 else None for i, p in enumerate(prompts())]
-    budgets = np.array([*turns, 1, 1, 1, 1]) if turns else TURN
-    state = started(early, weights, rows, KEYS, S, budgets)
-    state = fetch(early.generate(weights, state, 1.0, refill=refill))
-    assert state.status[:4].tolist() == expected and state.steps == steps
+    state = fetch(half.generate(weights, started(half, weights, rows, KEYS, S, TURN), 1.0, refill=refill))
+    assert state.status[:4].tolist() == ([status] * 2 + [Status.RUNNING] * 2 if waits else [status] * 4)
+    assert state.steps == len(scripts[1 if waits else 3])
 
 
 def test_rows_picked_out_of_order_are_extended_as_in_place(sampler, weights):
@@ -400,9 +392,10 @@ def test_rows_picked_out_of_order_are_extended_as_in_place(sampler, weights):
     state = sampler.generate(weights, started(sampler, weights, prompts(), KEYS, S, TURN), 1.0)
     before = fetch(state)
     ids, n = padded([c if b in (1, 4, 6) else [] for b, c in enumerate(chunk)], C)
-    wanted = fetch(sampler.extend(weights, on_device(before), ids, n, TURN))
+    wanted = fetch(extend(sampler, weights, on_device(before), ids, n, TURN))
     rows = np.array([6, -1, 1, 4], np.int32)
-    picked = sampler.extend(weights, on_device(before), ids[rows], np.where(rows < 0, 3, n[rows]), TURN, rows)
+    counts = np.where(rows < 0, 3, n[rows]).astype(np.int32)
+    picked = sampler.extend(weights, on_device(before), rows, ids[rows], counts, np.int32(TURN))
     # With another number of rows, some processors add in another order.
     check_rows(fetch(picked), wanted, np.arange(B), rounding=1e-5)
 
@@ -441,12 +434,12 @@ def test_compiled_programs_are_those_of_the_calls(tiny_tokenizer, weights):
     counter = CompilationCounter()
     state = started(sampler, weights, prompts(), KEYS, S, TURN, width=12)
     state = sampler.generate(weights, state, 1.0)
-    state = sampler.extend(weights, state, *padded(ragged_chunks()[0], C), TURN)
+    state = extend(sampler, weights, state, *padded(ragged_chunks()[0], C), TURN)
     every = np.arange(B, dtype=np.int32)
     rows = sampler.read(state, every)
     length = np.asarray(state.length)
     state = sampler.restore(state, jax.device_get(rows), length)
-    jax.block_until_ready(sampler.refresh(weights, state, every, 0, C))
+    jax.block_until_ready(sampler.refresh(weights, state, every, np.int32(0), C))
     assert counter.count == 0
 
 
@@ -471,17 +464,6 @@ def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, weights, monkeypatch):
     assert lengths[:, 1].tolist() == list(range(state.length[1] - TURN - 1, state.length[1] - 1))
 
 
-def test_turn_budgets_may_differ_by_row(scripted, weights):
-    """A row that takes another row's budget samples another number of tokens than it was granted."""
-    rows, budgets = np.array([3, 9, 1, 14, 5, 7, 2, 11]), np.array([4, 1, 6, 2, 8, 3, 5, 7])
-    before, first = run_scripts(scripted, weights, [[5] * 40] * B, turn_tokens=rows)
-    np.testing.assert_array_equal(first.length - before.length, rows)
-    n = np.where(np.arange(B) % 2, 2, 0).astype(np.int32)  # every other row continues
-    state = scripted.extend(weights, on_device(first), np.full((B, C), 6, np.int32), n, budgets)
-    second = fetch(scripted.generate(weights, state, 1.0))
-    np.testing.assert_array_equal(second.length - first.length, np.where(n > 0, n + budgets, 0))
-
-
 def test_one_compilation_per_shape(tiny_tokenizer, weights):
     """A program that recompiles for another count, key or temperature would stop every step for a minute."""
     fresh = make_sampler(tiny_tokenizer, CONFIG)
@@ -496,5 +478,5 @@ def test_one_compilation_per_shape(tiny_tokenizer, weights):
 def test_state_fields_are_all_compared():
     """A field added to the state must also be added to the comparisons above."""
     names = {f.name for f in dataclasses.fields(SamplerState)}
-    compared = {"ids", "mask", "logprobs", "length", "turn_left", "budget_end", "automaton", "status", "key", "cache"}
+    compared = {"ids", "mask", "logprobs", "length", "turn_left", "automaton", "status", "key", "cache"}
     assert names == {*compared, "steps", "row_steps"}

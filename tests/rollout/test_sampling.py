@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import make_sampler, random_params, tiny_config
+from helpers import admit, make_sampler, random_params, tiny_config
 
 from psearch_jax.models import decoder
 from psearch_jax.models.decoder import NEG_INF
@@ -121,7 +121,7 @@ def test_recorded_logprobs_are_those_before_the_filter(tiny_tokenizer):
     sampler = make_sampler(tiny_tokenizer, config, top_k=3)
     ids = np.array([[5, 6, 7, 8]], np.int32)
     pool = sampler.prefill(sampler.weights(params), ids, np.array([4], np.int32))
-    state = sampler.admit(sampler.new_state(1, 24), pool, np.array([0]), np.ones((1, 2), np.uint32), 16, 24)
+    state = admit(sampler, sampler.new_state(1, 24), pool, np.array([0]), np.ones((1, 2), np.uint32), 16)
     state = jax.device_get(sampler.generate(sampler.weights(params), state, 1.0))
     model, at = nnx.merge(decoder.graphdef(config, jnp.float32), params), np.flatnonzero(state.mask[0])
     table = jax.nn.log_softmax(model.logits(model.hidden(state.ids)[0], 1.0, tiny_tokenizer.size))[0, at - 1]

@@ -22,7 +22,7 @@ from psearch_jax.train.checkpointing import in_flight
 from psearch_jax.train.state import init_state
 
 BATCH, SAMPLES = 2, 2
-ROLLOUT = rollout_section(slots=6, samples=SAMPLES, yield_share=0.2, turn_tokens=24, prompt_tokens=96)
+ROLLOUT = rollout_section(slots=6, samples=SAMPLES, turn_tokens=24, prompt_tokens=96)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ SAMPLERS: dict[str, Sampler] = {}  # compiled once for all tests
 
 def make_stream(tokenizer, rollout=ROLLOUT):
     if "sampler" not in SAMPLERS:
-        SAMPLERS["sampler"] = make_sampler(tokenizer, CONFIG, yield_share=ROLLOUT.yield_share)
+        SAMPLERS["sampler"] = make_sampler(tokenizer, CONFIG, yield_share=0.2)
     collector = make_collector(tokenizer, SAMPLERS["sampler"], rollout, retriever())
     return collector.stream(SAMPLES, seed=0)
 
@@ -54,7 +54,8 @@ def collected(stream, policies, ahead: int, batches: int = 4, between=lambda str
         while len(stream) <= ahead:
             stream.add(batch(added), step=added)
             added += 1
-        out.append(stream.collect(policies[version % len(policies)], version, 1.0))
+        weights = policies[version % len(policies)]
+        out.append(stream.collect(lambda w=weights: w, version, 1.0))
         stream = between(stream)
     return out
 
@@ -170,11 +171,11 @@ def test_a_snapshot_does_not_change_afterwards(tiny_tokenizer, policies):
     before = stream.in_flight()
     saved = in_flight.gather_in_flight(before, SAMPLES)
     stream.add(batch(3), step=3)
-    again = [stream.collect(policies[1], 1, 1.0)]
+    again = [stream.collect(lambda: policies[1], 1, 1.0)]
     assert in_flight.gather_in_flight(before, SAMPLES) == saved
     other.restore(before)
     other.add(batch(3), step=3)
-    assert same(again, [other.collect(policies[1], 1, 1.0)]) and first
+    assert same(again, [other.collect(lambda: policies[1], 1, 1.0)]) and first
 
 
 def test_fewer_slots_after_a_resume(tiny_tokenizer, policies):
@@ -185,7 +186,7 @@ def test_fewer_slots_after_a_resume(tiny_tokenizer, policies):
     small = make_stream(tiny_tokenizer, replace(ROLLOUT, slots=2))
     small.restore(stream.in_flight())
     for version in (2, 3):
-        trajectories = small.collect(policies[version % 3], version, 1.0)
+        trajectories = small.collect(lambda w=policies[version % 3]: w, version, 1.0)
         assert ids(trajectories) == [q.id for q in batch(version) for _ in range(SAMPLES)]
 
 
@@ -197,7 +198,7 @@ def test_slots_stay_full_while_a_batch_ends(tiny_tokenizer, policies):
         collected(stream, policies[:1], ahead, batches=2)
         for i in range(6):
             stream.add(batch(9 + i), step=9 + i)
-            stream.collect(policies[0], i, 1.0)
+            stream.collect(lambda: policies[0], i, 1.0)
             spent = stream.spent()
             steps, use = steps + spent.decode_steps, [*use, spent.row_use]
         return steps, float(np.mean(use))

@@ -18,41 +18,39 @@ STATUSES = [status for status in Status if status not in (Status.EMPTY, Status.R
 
 
 @pytest.mark.parametrize(
-    ("turn", "status", "calls", "after_eos", "expected"),
+    ("turn", "status", "calls", "expected"),
     [
-        (SEARCH, Status.SEARCH, 0, "corrective", Search(ASKED)),
-        (SEARCH, Status.SEARCH, 1, "end", Search(ASKED)),
-        (SEARCH, Status.SEARCH, 2, "corrective", End("out_of_turns")),
-        (NOTHING, Status.SEARCH, 0, "corrective", Continue()),  # an empty search, or one without an opening tag
-        (ANSWER, Status.ANSWER, 0, "corrective", End("answered")),
-        (ANSWER, Status.ANSWER, 2, "end", End("answered")),
-        (NOTHING, Status.ANSWER, 0, "corrective", Continue()),  # `</answer>` without an opening tag
-        (NOTHING, Status.ANSWER, 0, "end", End("eos")),
-        (NOTHING, Status.EOS, 0, "corrective", Continue()),
-        (NOTHING, Status.EOS, 0, "end", End("eos")),
-        (NOTHING, Status.EOS, 2, "corrective", End("out_of_turns")),
-        (NOTHING, Status.TURN_FULL, 1, "end", Continue()),
-        (NOTHING, Status.TURN_FULL, 2, "corrective", End("out_of_turns")),
-        (NOTHING, Status.CONTEXT_FULL, 0, "corrective", End("truncated")),
-        (SEARCH, Status.CONTEXT_FULL, 2, "end", End("truncated")),
-        (NOTHING, Status.NOT_FINITE, 0, "end", End("not_finite")),
+        (SEARCH, Status.SEARCH, 0, Search(ASKED)),
+        (SEARCH, Status.SEARCH, 1, Search(ASKED)),
+        (SEARCH, Status.SEARCH, 2, End("out_of_turns")),
+        (NOTHING, Status.SEARCH, 0, Continue()),  # an empty search, or one without an opening tag
+        (ANSWER, Status.ANSWER, 0, End("answered")),
+        (ANSWER, Status.ANSWER, 2, End("answered")),
+        (NOTHING, Status.ANSWER, 0, Continue()),  # `</answer>` without an opening tag
+        (NOTHING, Status.EOS, 0, Continue()),
+        (NOTHING, Status.EOS, 2, End("out_of_turns")),
+        (NOTHING, Status.TURN_FULL, 1, Continue()),
+        (NOTHING, Status.TURN_FULL, 2, End("out_of_turns")),
+        (NOTHING, Status.CONTEXT_FULL, 0, End("truncated")),
+        (SEARCH, Status.CONTEXT_FULL, 2, End("truncated")),
+        (NOTHING, Status.NOT_FINITE, 0, End("not_finite")),
     ],
 )
-def test_decisions(turn, status, calls, after_eos, expected):
+def test_decisions(turn, status, calls, expected):
     """With two search turns: tags decide before budgets, and the last turn ends a rollout whatever it asks for."""
-    assert decide(turn, status, calls, 2, after_eos) == expected
+    assert decide(turn, status, calls, 2) == expected
 
 
 @pytest.mark.parametrize("status", STATUSES)
 @pytest.mark.parametrize("turn", [SEARCH, ANSWER, NOTHING], ids=["search", "answer", "nothing"])
 def test_every_last_turn_ends(turn, status):
     """Whatever a row did in its last turn, the rollout ends there."""
-    assert isinstance(decide(turn, status, 2, 2, "corrective"), End)
+    assert isinstance(decide(turn, status, 2, 2), End)
 
 
 def test_sub_queries_are_capped(tiny_tokenizer):
     """A search of a thousand sub-queries keeps the first eight, and its turn every token."""
     text = "<search>" + "##".join(f"a{i}" for i in range(1000)) + "</search>"
     sampled = np.array(tiny_tokenizer.encode_foreign(text))
-    turn = TurnParser(tiny_tokenizer, tags.MAX_SUB_QUERIES, 4)(None, sampled, Status.SEARCH)
+    turn = TurnParser(tiny_tokenizer, tags.MAX_SUB_QUERIES)(None, sampled, Status.SEARCH)
     assert turn.queries == tuple(f"a{i}" for i in range(8)) and turn.n_sampled == len(sampled) > 3000

@@ -180,13 +180,12 @@ def test_a_user_waits_for_a_server_as_long_as_they_say(given):
         assert (served.timeout_s, served.retry_deadline_s) == expected
 
 
-@pytest.mark.parametrize(("field", "value"), [("rollout.slots", 3), ("data.prompt", "row")])
-def test_a_field_without_effect_is_refused(given, field, value):
+def test_a_field_without_effect_is_refused(given):
     """A setting that would have no effect is refused."""
-    given({field: value})
+    given({"rollout.slots": 3})
     with (
         flagsaver.flagsaver(model="toy"),
-        pytest.raises(UserError, match=rf"--config\.{field}: found {value!r}, which has no effect"),
+        pytest.raises(UserError, match=r"--config\.rollout\.slots: found 3, which has no effect"),
     ):
         policy_flags.to_serve(ROOT, 4)
 

@@ -61,7 +61,7 @@ def toy():
     config = from_mapping(get_config().to_dict())
     parts = build.from_path(replace(config, rollout=replace(config.rollout, slots=4, samples=2, num_buckets=1)), "toy")
     watched = Watched(parts.collector.retriever)
-    answerer = Answerer(parts.collector.with_retriever(watched), parts.sampling_weights())
+    answerer = Answerer(replace(parts.collector, retriever=watched), parts.sampling_weights())
     asked = [q.text for kind in ("parallel", "sequential") for q in questions(parts.world, "eval", kind, 6, 0)]
     yield answerer, watched, asked
     answerer.close()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from helpers import QWEN3, random_params, started, tiny_config, training_config
+from helpers import QWEN3, extend, random_params, started, tiny_config, training_config
 
 from psearch_jax.config import DecoderConfig, Lora, MeshSection
 from psearch_jax.models import attention, decoder, lora, ragged
@@ -45,7 +45,7 @@ def rollouts(sampler: Sampler, params: nnx.State, temperature: float = 1.0):
     weights = sampler.weights(params)
     state = sampler.generate(weights, started(sampler, weights, prompts, keys, S, 10), temperature)
     ids, n = rng.integers(0, 256, (B, 8)).astype(np.int32), rng.integers(0, 9, B).astype(np.int32)
-    state = sampler.generate(weights, sampler.extend(weights, state, ids, n, 10), temperature)
+    state = sampler.generate(weights, extend(sampler, weights, state, ids, n, 10), temperature)
     return jax.tree.map(np.asarray, replace(state, key=jax.random.key_data(state.key)))
 
 
@@ -101,7 +101,7 @@ def check_kernels(mesh) -> None:
 
 
 def make_sampler(config: DecoderConfig, mesh, unstack="never", **options) -> Sampler:
-    settings = SamplerOptions(**options)
+    settings = SamplerOptions(**{"yield_share": 1.0, **options})
     backend = replace(choose_backend(mesh, settings.dtype, config), unstack=unstack, kernels_left=False)
     return Sampler(
         graph=decoder.graphdef(config, settings.dtype, backend=backend, lora=settings.lora),

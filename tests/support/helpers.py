@@ -71,7 +71,7 @@ def make_sampler(
     tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None = None, cls=Sampler, unstack="never", **options
 ):
     """A sampler of class `cls`, by default in float32, with the tokenizer's real boundary tables and stop tokens."""
-    settings, mesh = SamplerOptions(**options), mesh or one_device_mesh()
+    settings, mesh = SamplerOptions(**{"yield_share": 1.0, **options}), mesh or one_device_mesh()
     backend = replace(choose_backend(mesh, settings.dtype, config), unstack=unstack)
     return cls(
         graph=decoder.graphdef(config, settings.dtype, backend=backend, lora=settings.lora),
@@ -156,7 +156,7 @@ def make_collector(tokenizer: Tokenizer, sampler: Sampler, rollout: RolloutSecti
         return tokenizer.chat([{"role": "user", "content": q.text}])
 
     section = RetrievalSection(topk=2, **retrieval)
-    return Collector(sampler, tokenizer, service or retriever(), render, rollout, section)
+    return Collector.of(sampler, tokenizer, service or retriever(), render, rollout, section)
 
 
 def training_config(context_tokens: int, temperature: float = 1.0, model: dict | None = None, **learning) -> Config:
@@ -174,9 +174,7 @@ def make_learner(tokenizer: Tokenizer, model: DecoderConfig, context_tokens: int
     return Learner(config, model, optimizer, one_device_mesh(), tokenizer.size), optimizer
 
 
-def started(
-    sampler: Sampler, weights, prompts, keys, positions: int, turn_tokens: int, budget_end: int | None = None, width=0
-):
+def started(sampler: Sampler, weights, prompts, keys, positions: int, turn_tokens: int, width=0):
     """A state whose slots hold the prompts, padded to at least `width` tokens; None leaves a slot empty."""
     ids = np.zeros((len(prompts), max(width, *(len(p or ()) for p in prompts))), np.int32)
     n = np.array([len(p or ()) for p in prompts], np.int32)
@@ -184,8 +182,19 @@ def started(
         ids[row, : n[row]] = prompt or ()
     pool = sampler.prefill(weights, ids, n)
     source = np.array([-1 if p is None else row for row, p in enumerate(prompts)], np.int32)
-    state = sampler.new_state(len(prompts), positions)
-    return sampler.admit(state, pool, source, np.asarray(keys, np.uint32), turn_tokens, budget_end or positions)
+    return admit(sampler, sampler.new_state(len(prompts), positions), pool, source, keys, turn_tokens)
+
+
+def admit(sampler: Sampler, state, pool, source, keys, turn_tokens: int):
+    """`Sampler.admit` into all slots in order."""
+    slots, source = np.arange(len(source), dtype=np.int32), np.asarray(source, np.int32)
+    return sampler.admit(state, pool, slots, source, np.asarray(keys, np.uint32), np.int32(turn_tokens))
+
+
+def extend(sampler: Sampler, weights, state, ids, n, turn_tokens: int):
+    """`Sampler.extend` of all slots in order."""
+    slots, n = np.arange(len(n), dtype=np.int32), np.asarray(n, np.int32)
+    return sampler.extend(weights, state, slots, ids, n, np.int32(turn_tokens))
 
 
 FIRST = "Baro Lena Quil Tavi Moro Sela Dorn Ivra Kest Palo Runa Vex Zora Hale Nimo Orin Pell Brisa Cato Edda".split()

@@ -32,7 +32,7 @@ SMALL = {
     "train.prompts": 4,
     "train.checkpoint_every_steps": 2,
     "eval.questions_per_kind": 2,
-    "eval.also_greedy": False,
+    "eval.temperature": 0.0,
 }
 
 

@@ -50,9 +50,9 @@ def collect(
     sampler.give(0, 0, pairs, scripts)
     collector = make_collector(tokenizer, sampler, rollout, service)
     if one_bucket:
-        shapes = collector.parts.shapes
+        shapes = collector.shapes
         shapes = replace(shapes, observations=shapes.observations[-1:], spans=shapes.spans[-1:])
-        collector = collector.with_shapes(shapes)
+        collector = replace(collector, shapes=shapes)
     out = collector.collect(collector.sampler.weights(params), questions, samples, seed=0, step=0, temperature=1.0)
     assert [(t.question, t.sample) for t in out] == pairs
     for trajectory, script in zip(out, scripts, strict=True):

@@ -238,12 +238,11 @@ def test_batches_keep_rows_in_lockstep():
         return Trajectory(None, 0, status, (), np.arange(n, dtype=np.int32) + 1, mask, -mask.astype(np.float32), 4)
 
     ts = [trajectory(9, "answered"), trajectory(7, "truncated"), trajectory(30, "answered")]
-    batch = make_batch(ts, np.array([2.0, -1.0, 0.5]), 64, train_unfinished=False)
+    batch = make_batch(ts, np.array([2.0, -1.0, 0.5]), 64)
     assert batch.ids.shape == (3, 64) and batch.length.tolist() == [9, 7, 30]
-    assert batch.mask.sum(1).tolist() == [5, 0, 26]
-    assert set(np.unique(batch.advantage[0])) == {0, 2} and not batch.advantage[1].any()
+    assert batch.mask.sum(1).tolist() == [5, 3, 26]
+    assert set(np.unique(batch.advantage[0])) == {0, 2}
     np.testing.assert_array_equal(batch.sampler_logprobs[1, :7], ts[1].logprobs)
-    assert make_batch(ts, np.ones(3), 64).mask[1].sum() == 3
     assert [p.length.tolist() for p in mini_batches(batch, 2)] == [[9, 7], [30]]
 
 

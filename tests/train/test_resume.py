@@ -19,7 +19,7 @@ from runs import final_params, metrics_without_clocks, small_config
 
 from psearch_jax.assembly import build
 from psearch_jax.config import from_mapping, to_mapping
-from psearch_jax.train import trainer
+from psearch_jax.train import saving, trainer
 from psearch_jax.train.checkpointing import checkpoint, preemption, settings
 from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
 from psearch_jax.train.trainer import train_step
@@ -192,10 +192,11 @@ def test_a_resumed_run_never_holds_two_states(parts, tmp_path, monkeypatch):
 # ---- checkpoints by time ----
 
 
-@pytest.mark.parametrize("minutes, expected", [(1e-9, [1, 2, 3]), (1e9, [3])])
-def test_checkpoints_by_time(parts, tmp_path, minutes, expected):
-    """A checkpoint is written once the last one is `checkpoint_every_minutes` old."""
-    trainer.train(again(parts, **{"train.checkpoint_every_minutes": minutes}), tmp_path)
+@pytest.mark.parametrize("seconds, expected", [(0.0, [1, 2, 3]), (1e9, [3])])
+def test_checkpoints_by_time(parts, tmp_path, monkeypatch, seconds, expected):
+    """A checkpoint is written once the last one is `CHECKPOINT_EVERY_S` old."""
+    monkeypatch.setattr(saving, "CHECKPOINT_EVERY_S", seconds)
+    trainer.train(again(parts), tmp_path)
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == expected
 
 

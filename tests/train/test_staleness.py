@@ -31,7 +31,6 @@ STALE = {
     "rollout.turn_tokens": 48,
     "rollout.context_tokens": 384,
     "rollout.search_turns": 2,
-    "rollout.yield_share": 0.1,
     "learning.importance_cap": 2.0,
     "learning.learning_rate": 1e-3,
     "learning.mini_batch_rollouts": 8,
@@ -101,7 +100,7 @@ def test_other_settings_need_consent_and_rollouts_start_anew(tmp_path):
     changed = {**STALE, "train.staleness": 1, "rollout.samples": 8, "rollout.context_tokens": 320}
     refused = run(command(tmp_path, "toy", 3, **changed), expect=2)
     assert all(name in refused.stderr for name in ("train.staleness", "rollout.samples", "rollout.context_tokens"))
-    resumed = run([*command(tmp_path, "toy", 4, **changed, **{"train.trajectories_per_step": 64}), "--allow_changes"])
+    resumed = run([*command(tmp_path, "toy", 4, **changed), "--allow_changes"])
     assert "rollouts in flight are dropped" in resumed.stderr
     assert all(row["staleness"] <= 1 for row in metrics_without_clocks(tmp_path)[2:])
     for step in (2, 3):

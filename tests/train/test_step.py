@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-import pytest
 from runs import small_config
 
 from psearch_jax.assembly import build
@@ -29,27 +28,6 @@ def learned_from(run, monkeypatch):
     seen, update = [], run.learner.update
     monkeypatch.setattr(run.learner, "update", lambda *a: (seen.append(a[1]), update(*a))[1])
     return seen
-
-
-@pytest.mark.parametrize("unfinished", ["train", "mask"])
-def test_rollouts_without_an_answer_are_treated_as_asked(monkeypatch, unfinished):
-    """They are learned from, or masked."""
-    fields = {"rollout.unfinished": unfinished, "rollout.turn_tokens": 32}
-    run = begun("toy", lambda t: t.sample % 2, **fields)
-    seen = learned_from(run, monkeypatch)
-    done = train_step(run, next(run.loader), 0)
-    answered = np.array([t.status == "answered" for t in done.rollouts.trajectories])
-    assert 0 < answered.sum() < len(answered)
-    trained = np.concatenate([batch.mask.any(axis=1) for batch in seen])
-    assert trained.tolist() == (answered | (unfinished != "mask")).tolist()
-
-
-def test_a_group_whose_only_signal_is_masked_carries_none(tiny_policy, monkeypatch):
-    """Masked rollouts have advantage 0, so that dynamic sampling replaces their group."""
-    run = begun(tiny_policy, lambda t: t.sample % 2, **{"rollout.unfinished": "mask"})
-    done = collect_rollouts(run, next(run.loader), 0, {})
-    assert not any(t.status == "answered" for t in done.trajectories), "a random policy does not answer"
-    assert not done.advantages.any()
 
 
 def test_the_kl_is_that_to_the_policy_of_step_0(tiny_policy, monkeypatch):

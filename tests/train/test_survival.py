@@ -35,7 +35,7 @@ def times_of_steps(workdir: Path) -> dict[str, int]:
 def test_kills_change_nothing(tiny_policy, tmp_path):
     """A run that is killed at random moments ends bit for bit as an uninterrupted one, with rollouts in flight."""
     rng = np.random.default_rng(0)
-    fields = {**QUICK, "train.checkpoint_every_steps": 2, "train.staleness": 1, "rollout.yield_share": 0.1}
+    fields = {**QUICK, "train.checkpoint_every_steps": 2, "train.staleness": 1}
     uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
     run(command(uninterrupted, tiny_policy, STEPS, **fields))
     written = times_of_steps(uninterrupted).values()

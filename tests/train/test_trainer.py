@@ -15,13 +15,14 @@ import pytest
 from programs import Program
 from runs import command, final_params, metrics_without_clocks, run, small_config, wait_for
 
-from psearch_jax.assembly import build
+from configs import smoke
+from psearch_jax.assembly import build, questions
 from psearch_jax.config import from_mapping
 from psearch_jax.models import decoder, hf
 from psearch_jax.runtime.compiling import CompilationCounter, compile_all
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
-from psearch_jax.train.monitoring import validation
+from psearch_jax.train.monitoring import alarms, validation
 from psearch_jax.train.trainer import train_step
 from psearch_jax.types import UserError
 
@@ -136,9 +137,10 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tiny_policy, tmp_path):
             )
 
 
-def test_a_run_stops_after_updates_that_are_not_finite(tiny_policy, tmp_path):
+def test_a_run_stops_after_updates_that_are_not_finite(tiny_policy, tmp_path, monkeypatch):
     """Also if only the first of a step's two mini-batches is bad; the message names the cause."""
-    fields = {"train.steps": 3, "learning.max_nonfinite_updates": 1, "eval.questions_per_kind": 0}
+    monkeypatch.setattr(alarms, "MAX_NONFINITE_UPDATES", 1)
+    fields = {"train.steps": 3, "eval.questions_per_kind": 0}
     parts = build.training_run(small_config(tiny_policy, **fields))
     rewards, poisoned = parts.reward, iter([np.nan] * 4 + [0.0] * 1000)  # of 8 rollouts, in mini-batches of 4
     parts.reward = lambda ts: [replace(parts, outcome=next(poisoned)) for parts in rewards(ts)]
@@ -151,9 +153,9 @@ def test_a_run_stops_after_updates_that_are_not_finite(tiny_policy, tmp_path):
 
 
 def test_the_greedy_figures_are_greedy(tmp_path, monkeypatch):
-    """With eval.also_greedy there are figures at the run's temperature and greedy ones."""
+    """With a temperature there are figures at that temperature and greedy ones."""
     monkeypatch.setattr(validation, "evaluate_policy", lambda run, temperature: {"all": {"at": temperature}})
-    config = from_mapping({"eval": {"temperature": 0.7, "also_greedy": True}})
+    config = from_mapping({"eval": {"temperature": 0.7}})
     run = SimpleNamespace(config=config, evaluation=[1], phase=lambda _: nullcontext())
     evaluations = validation.evaluate_once(run, tmp_path / "before.json", policy_unchanged=True)
     assert evaluations == {"": {"all": {"at": 0.7}}, "_greedy": {"all": {"at": 0.0}}}
@@ -174,15 +176,14 @@ def test_figures_before_training_are_only_those_of_the_same_evaluation(tiny_poli
 
 
 @pytest.mark.slow
-def test_learning_to_split_in_a_few_steps(tmp_path):
+def test_learning_to_split_in_a_few_steps(tmp_path, monkeypatch):
     """Seven steps on parallel questions raise the reward and the share of splits."""
     # Only parallel questions: a few steps on all kinds would first learn one splitting rate for all of them.
-    fields = {"train.steps": 7, "eval.questions_per_kind": 60, "eval.also_greedy": False, "data.parallel_share": 1.0}
-    fields["data.sequential_share"] = 0.0
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    run([sys.executable, "launch/train.py", "--config=configs/smoke.py", f"--workdir={tmp_path}", *flags])
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert {"all", "pairs", "parallel", "sequential", "single"} <= set(summary["before"]) == set(summary["after"])
+    monkeypatch.setattr(questions, "WORLD_SHARES", {"parallel": 1.0})
+    config = from_mapping(smoke.get_config().to_dict())
+    config = replace(config, train=replace(config.train, steps=7))
+    config = replace(config, eval=replace(config.eval, questions_per_kind=60))
+    summary = trainer.train(build.training_run(config), tmp_path)
     before, after = (summary[moment]["parallel"]["decomposition_ratio"] for moment in ("before", "after"))
     assert after >= before + 0.15
     rewards = [row["reward"] for row in metrics_without_clocks(tmp_path)]

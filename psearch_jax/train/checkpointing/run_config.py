@@ -95,13 +95,13 @@ def export_files(config: Config) -> dict[str, bytes]:
     """The files that an export adds so that its policy is asked as it was trained, by name.
 
     Empty if the prompt template is a file that does not exist any more: the export then needs a config to be asked.
-    With data.prompt=row it keeps that, and no template: the policy was not trained with one.
+    With data.template=row it keeps that, and no template: the policy was not trained with one.
     """
     sections = to_mapping(config)
     template, files = config.data.template, {}
-    if config.data.prompt == "row":
+    if config.data.prompts_in_rows:
         log.warning(
-            "data.prompt=row: the policy was trained with the prompts of its data; launch/ask.py asks it with "
+            "data.template=row: the policy was trained with the prompts of its data; launch/ask.py asks it with "
             "--config.data.template (default: %s)",
             Config().data.template,
         )
@@ -113,7 +113,7 @@ def export_files(config: Config) -> dict[str, bytes]:
             return {}
     kept = {
         "method": config.method,
-        "data": {"prompt": "row"} if config.data.prompt == "row" else {"template": template},
+        "data": {"template": template},
         "retrieval": {name: sections["retrieval"][name] for name in ("topk", "max_sub_queries")},
         "rollout": sections["rollout"],
     }

@@ -24,12 +24,10 @@ ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 WEIGHTS = ("config.json", "*.safetensors")  # the files that identify a directory of weights
 # Fields, or prefixes of fields, that change the results of an evaluation.
 _OF_EVALUATION = (
-    "data.prompt",
     "data.source",
     "data.template",
     "data.validation",
     "data.world",
-    "eval.also_greedy",
     "eval.questions_per_kind",
     "eval.temperature",
     "method",

@@ -31,6 +31,7 @@ _UPPER_BOUNDS = {
     "wrong_though_seen": ("wrong_though_seen", 0.5, "{:.2f} are wrong though the answer was in a passage"),
     "gap": ("logp_gap", 0.1, "sampler and trainer differ by {:.3f} nats per token"),
 }
+MAX_NONFINITE_UPDATES = 3  # consecutive updates with a non-finite loss or gradient after which a run stops
 REWARD_FALL = 0.1  # of the mean reward below its highest value; up to .05 in good runs of the demo
 LIKELIHOOD_FALL = 0.3  # of the log-prob of right rollouts, in nats per token, while the reward did not rise
 ENTROPY_RISE = 0.5  # above its lowest value, in nats per token
@@ -121,7 +122,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 def check_finite(run: Run, workdir: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Raises UserError if too many updates in a row, or all rollouts of a step, were not finite."""
     count = int(max(metrics.get(f"{who}nonfinite_in_a_row", 0) for who in ("", CRITIC)))
-    if count >= run.config.learning.max_nonfinite_updates:
+    if count >= MAX_NONFINITE_UPDATES:
         raise UserError(
             f"step {step}: loss or gradient was not finite in {count} updates in a row, "
             f"{_nonfinite_cause(run, metrics)}, or look at {workdir}/trajectories/{step:06d}.jsonl"

@@ -70,7 +70,7 @@ def evaluate_once(run: Run, file: Path, policy_unchanged: bool) -> dict[str, Any
         return known or {}
     with run.phase("evaluate"):
         out = {"": evaluate_policy(run, run.config.eval.temperature)}
-        if run.config.eval.also_greedy:
+        if run.config.eval.temperature > 0:
             out["_greedy"] = evaluate_policy(run, 0.0)
     if processes.first():
         write_json(file, out)
