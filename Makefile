@@ -7,7 +7,8 @@ WORKDIR ?= runs/demo
 LOCKED ?=
 VENV := .venv$(if $(LOCKED),-locked)
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/pip install --quiet $(if $(LOCKED),-c tests/lock.txt)
+# --no-compile: compiling all modules of the packages takes longer than the demo's imports compile on first use.
+PIP_INSTALL := $(BIN)/pip install --quiet --no-compile $(if $(LOCKED),-c tests/lock.txt)
 JOBS ?= 2
 # Each test file runs in one process, the longest files first (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=loadfile --no-loadscope-reorder
