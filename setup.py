@@ -29,7 +29,6 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",  # runs one file per worker; most of the time is compilation, which uses one core
         "hypothesis>=6",
-        "schemathesis>=4",  # sends the servers valid and invalid requests by their OpenAPI schemas
         "ruff>=0.8",
         "import-linter>=2.16",
         "pyright[nodejs]>=1.1.400",  # checks types; with its own Node.js
@@ -102,6 +101,7 @@ setup(
         "orbax-checkpoint>=0.11.30",
         "transformers>=4.56",
         "tokenizers>=0.21",
+        "regex>=2024.5",  # classes of characters, for BM25
         "safetensors>=0.6",  # loads bfloat16 as NumPy arrays
         "ml-dtypes>=0.5",
         "jinja2>=3.1",

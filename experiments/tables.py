@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scipy import stats
+
 from experiments import Experiment
 from psearch_jax.eval.tables import share, table
-from psearch_jax.runtime.metrics import mean, spread
+from psearch_jax.runtime.metrics import mean
 
 COUNTS = ("turns", "searches", "tokens")  # figures that are not shares
 COLD_START, SEED = 0, 1  # the parts of a run's key, "cold start/seed"
@@ -74,7 +76,7 @@ def with_interval(values: Sequence[float], is_share: bool) -> str:
     """The mean with its 95% interval by Student's t; empty without values."""
     if not values:
         return ""
-    centre, low, high = spread(values)
+    centre, low, high = mean_interval(values)
     if not is_share:
         return f"{centre:.2f}" + (f" ({low:.2f}-{high:.2f})" if low != high else "")
     return share(centre) + (f" ({share(max(0.0, low))}-{share(min(1.0, high))})" if low != high else "")
@@ -95,7 +97,7 @@ def differences_table(experiment: Experiment, arms: Mapping[str, Results], sets:
                 )
                 if paired:
                     values = independent_values(paired, unit)
-                    centre, low, high = spread(values)
+                    centre, low, high = mean_interval(values)
                     interval = f"{low:+.3f} to {high:+.3f}" if len(values) > 1 else ""
                     counts = [str(len(values)), str(len(paired))]
                     rows.append([name, asked, figure.replace("_", " "), *counts, f"{centre:+.3f}", interval])
@@ -114,3 +116,13 @@ def paired_differences(
         for other, compared in reference.items()
         if run.partition("/")[0] == other.partition("/")[0]
     }
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of a few runs and its 95% confidence interval by Student's t; for a single run the mean three times."""
+    values = [float(v) for v in values]
+    centre = mean(values)
+    if len(values) < 2:
+        return centre, centre, centre
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return centre, float(centre - half), float(centre + half)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from psearch_jax.serving.answerer import Answerer
-    from psearch_jax.serving.console import Shown
+    from psearch_jax.serving.console import AnswerPrinter
 
 ROOT = Path(__file__).resolve().parent.parent
 policy_flags.define_flags("toy")
@@ -57,40 +57,40 @@ def main(argv: list[str]) -> None:
     with progress.step("starting"):
         from psearch_jax.serving import console
     answerers, examples = start(config)
-    shown, typing = console.Shown(sys.stdout), not argv[1:] and sys.stdin.isatty()
+    printer, typing = console.AnswerPrinter(sys.stdout), not argv[1:] and sys.stdin.isatty()
     if examples and not typing:
         print(f"the passages cover only a fictional world; an example: {examples[0]}", file=sys.stderr, flush=True)
     asked = failed = 0
     try:
-        for question in argv[1:] or (typed(examples, shown) if typing else lines(examples)):
+        for question in argv[1:] or (read_typed(examples, printer) if typing else read_lines(examples)):
             asked += 1
             try:
                 if not (typing or JSON.value) and (SVG.value or not argv[1:]):
-                    shown.line(f"> {question}")
-                failed += not ask(question, answerers, shown)
+                    printer.line(f"> {question}")
+                failed += not ask(question, answerers, printer)
             except UserError as error:  # fails this question only
                 print(f"ask: {error}", file=sys.stderr)
                 failed += 1
             except KeyboardInterrupt:
                 if not typing:
                     raise
-                shown.line("stopped")
+                printer.line("stopped")
     except KeyboardInterrupt:
         if not typing:
             raise
-        shown.line("stopped")
+        printer.line("stopped")
     finally:
         for answerer in answerers.values():
             answerer.close()
     if SVG.value:
-        write_atomically(SVG.value, picture(shown.recorded))
+        write_atomically(SVG.value, draw_svg(printer.recorded))
     if not asked and not typing:
         raise UserError("no question: found none on the command line or on standard input, accepted: at least one")
     if failed:
         raise UserError(f"{failed} of {asked} questions could not be answered, see above")
 
 
-def picture(output: Text) -> str:
+def draw_svg(output: Text) -> str:
     """Terminal output as an SVG, wrapped at SVG_COLUMNS."""
     from rich.console import Console
 
@@ -131,20 +131,20 @@ def start(config: Config) -> tuple[dict[str, Answerer], tuple[str, ...]]:
     return answerers, examples
 
 
-def ask(question: str, answerers: Mapping[str, Answerer], shown: Shown) -> bool:
+def ask(question: str, answerers: Mapping[str, Answerer], printer: AnswerPrinter) -> bool:
     """Asks every method in turn and shows the events. Returns whether every method finished without an error."""
-    from psearch_jax.serving.console import AnswerSummary, as_json, took
+    from psearch_jax.serving.console import AnswerSummary, as_json, describe_time
 
     results = {}
     for method, answerer in answerers.items():
         result = results[method] = AnswerSummary()
         if len(answerers) > 1 and not JSON.value:
-            shown.line(f"{method}:")
+            printer.line(f"{method}:")
         try:
             for event in answerer.answer(question, TEMPERATURE.value, SEED.value):
                 result.add(event)
                 if not JSON.value:
-                    shown.show(event)
+                    printer.show(event)
         except UserError as error:
             if not JSON.value:
                 raise
@@ -153,15 +153,15 @@ def ask(question: str, answerers: Mapping[str, Answerer], shown: Shown) -> bool:
         if JSON.value:
             print(json.dumps({"method": method, **as_json(question, result)}), flush=True)
         else:
-            shown.sum_up(result)
-            shown.line("")
+            printer.sum_up(result)
+            printer.line("")
     answered = all(result.trajectory for result in results.values())
     for method, result in results.items() if len(results) > 1 and answered and not JSON.value else ():
-        shown.line(f"{method}: {result.trajectory.answer}, {took(result)}")
+        printer.line(f"{method}: {result.trajectory.answer}, {describe_time(result)}")
     return answered
 
 
-def lines(examples: Sequence[str]) -> Iterator[str]:
+def read_lines(examples: Sequence[str]) -> Iterator[str]:
     """Yields the lines of standard input as they arrive; without any, the first example."""
     empty = True
     for line in sys.stdin:
@@ -172,13 +172,13 @@ def lines(examples: Sequence[str]) -> Iterator[str]:
         yield from examples[:1]
 
 
-def typed(examples: Sequence[str], shown: Shown) -> Iterator[str]:
+def read_typed(examples: Sequence[str], printer: AnswerPrinter) -> Iterator[str]:
     """Yields typed lines; an empty line asks the next example."""
     import readline  # noqa: F401 (editing and history)
 
-    shown.line(f"One question per line{', an empty line for the next of these' if examples else ''}; Ctrl-D ends:")
+    printer.line(f"One question per line{', an empty line for the next of these' if examples else ''}; Ctrl-D ends:")
     for example in examples:
-        shown.line(f"  {example}")
+        printer.line(f"  {example}")
     ahead = list(examples)
     while True:
         try:
@@ -190,7 +190,7 @@ def typed(examples: Sequence[str], shown: Shown) -> Iterator[str]:
             line = ahead.pop(0)
             print(line)
         if line:
-            shown.record(f"> {line}")
+            printer.record(f"> {line}")
             yield line
 
 

@@ -3,7 +3,7 @@
     python launch/build_index.py --corpus=FILE --encoder=hashing|bm25|MODEL_DIR --out=DIR [--target_recall=0.95]
 
 The corpus is jsonl rows `{"id", "contents"}` or `{"id", "title", "text"}` (Search-R1, FlashRAG), or MultiHop-RAG's
-JSON array of articles; plain or .gz. MODEL_DIR is a BERT-family sentence encoder such as intfloat/e5-base-v2.
+JSON array of articles. MODEL_DIR is a BERT-family sentence encoder such as intfloat/e5-base-v2.
 After a kill the same command resumes. The vectors that Search-R1 published can be used without encoding again:
 
     python launch/build_index.py --corpus=wiki-18.jsonl --encoder=e5-base-v2/ --from_faiss=e5_Flat.index --out=DIR
@@ -28,13 +28,12 @@ from retrieval.indexing.faiss_flat import read_flat
 from retrieval.protocol import Encoder, on_disk
 from retrieval.ranking.index import EXACT_BELOW_ROWS
 
-_CORPUS = flags.DEFINE_string("corpus", None, "passages: jsonl, or MultiHop-RAG's json; plain or .gz")
+_CORPUS = flags.DEFINE_string("corpus", None, "passages: jsonl, or MultiHop-RAG's json")
 _ENCODER = flags.DEFINE_string("encoder", "hashing", "hashing, bm25, or the directory of a BERT sentence encoder")
 _OUT = flags.DEFINE_string("out", None, "index directory to create")
 _VERIFY = flags.DEFINE_bool("verify", False, "only compare every byte of the index --out with its manifest")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace an existing index")
 _TARGET = flags.DEFINE_float("target_recall", None, "use the fastest search with this recall of the 3 best", 0, 1)
-_SHARDS = flags.DEFINE_integer("shards", None, "number of shards (default: the fewest whose build fits the memory)", 1)
 _FROM_FAISS = flags.DEFINE_string("from_faiss", None, "FAISS flat index with the vectors of --corpus in its order")
 _EXACT_BELOW = flags.DEFINE_integer("exact_below_rows", EXACT_BELOW_ROWS, "smaller corpora are searched exactly", 0)
 _DTYPE = flags.DEFINE_enum(
@@ -59,18 +58,16 @@ def main(_: list[str]) -> None:
     if _FROM_FAISS.value is not None and _ENCODER.value == "bm25":
         raise UserError("--from_faiss: --encoder=bm25 found, accepted: --encoder=MODEL_DIR, to encode the queries")
     if _ENCODER.value in ("bm25", HashingEncoder.name):
-        given = [n for n in ("encoder_dtype", "query_prefix", "passage_prefix") if flags.FLAGS[n].value is not None]
-        if given:
-            raise UserError(f"--{given[0]}: --encoder={_ENCODER.value} found, accepted: with --encoder=MODEL_DIR only")
-    dense_only = [
-        n for n in ("target_recall", "shards") if _ENCODER.value == "bm25" and flags.FLAGS[n].value is not None
-    ]
-    if dense_only:
-        raise UserError(f"--{dense_only[0]}: --encoder=bm25 found, accepted: with an encoder of vectors only")
-    options = BuildOptions(_SHARDS.value, _EXACT_BELOW.value, _TARGET.value)
+        refused = [n for n in ("encoder_dtype", "query_prefix", "passage_prefix") if flags.FLAGS[n].value is not None]
+        if refused:
+            raise UserError(
+                f"--{refused[0]}: --encoder={_ENCODER.value} found, accepted: with --encoder=MODEL_DIR only"
+            )
+    if _ENCODER.value == "bm25" and _TARGET.value is not None:
+        raise UserError("--target_recall: --encoder=bm25 found, accepted: with an encoder of vectors only")
+    options = BuildOptions(_EXACT_BELOW.value, _TARGET.value)
     corpus = open_corpus(_CORPUS.value)
     refuse_occupied(on_disk(_OUT.value).absolute(), corpus.path, _OVERWRITE.value)
-    options.check(len(corpus))
     encoder = make_encoder(_ENCODER.value)
     if _TARGET.value is not None and len(corpus) < _EXACT_BELOW.value:
         log.warning(
@@ -80,7 +77,7 @@ def main(_: list[str]) -> None:
     if isinstance(encoder, HashingEncoder):
         encoder = encoder.fit(corpus)  # reads all passages: only after all checks above
     manifest = build_index(_OUT.value, corpus, encoder, options, vectors, _OVERWRITE.value)
-    print(f"{_OUT.value}: {summary(manifest)} in {time.perf_counter() - started:.1f} s")
+    print(f"{_OUT.value}: {summarize(manifest)} in {time.perf_counter() - started:.1f} s")
 
 
 def make_encoder(name: str) -> Encoder | None:
@@ -97,25 +94,19 @@ def make_encoder(name: str) -> Encoder | None:
     )
 
 
-def summary(manifest: dict) -> str:
+def summarize(manifest: dict) -> str:
     """A one-line summary of an index."""
     parts = [f"{manifest['rows']} rows"]
     if "dimensions" in manifest:
         parts[0] += f" of {manifest['dimensions']} dimensions"
-    if "shards" in manifest:
-        parts.append(f"{len(manifest['shards'])} shards")
     if manifest.get("recall"):
-        recall, tree = manifest["recall"], manifest.get("tree")
-        parts.append(f"recall@{recall['k']} {recall['recall']:.3f} on {recall['queries']} queries")
-        if tree:
-            parts[-1] += (
-                f" with {tree['searched_leaves']} of {tree['leaves']} leaves and {tree['reordered']} reordered"
-            )
-        else:
-            parts[-1] += " in the worst shard"
-    if "self_check" in manifest:
-        check = manifest["self_check"]
-        parts.append(f"{check['found']} of {check['queries']} passages found in the top 3 by title and first words")
+        recall, tree = manifest["recall"], manifest["tree"]
+        parts.append(
+            f"recall@{recall['k']} {recall['recall']:.3f} on {recall['queries']} queries with "
+            f"{tree['searched_leaves']} of {tree['leaves']} leaves and {tree['reordered']} reordered"
+        )
+    check = manifest["self_check"]
+    parts.append(f"{check['found']} of {check['queries']} passages found in the top 3 by title and first words")
     return "; ".join(parts)
 
 

@@ -26,7 +26,6 @@ TRANSCRIPTS = flags.DEFINE_string("transcripts", "", "jsonl files of rollouts or
 EXPORT = flags.DEFINE_bool("export", True, "Write DIR/policy at the end.")
 CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
 cli.process_flags()
-cli.stop_flag()
 cli.require("config", "workdir")
 
 

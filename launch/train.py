@@ -25,7 +25,6 @@ WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if ab
 CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
 REPLAY = flags.DEFINE_string("replay", None, "A run whose recorded rollouts are learned from; none are sampled.")
 cli.process_flags()
-cli.stop_flag()
 cli.require("workdir")
 
 

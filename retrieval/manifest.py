@@ -47,7 +47,7 @@ def read_manifest(directory: Path, complete: bool = False) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
         version = manifest["format"]
-        listed = {
+        entries = {
             name: (entry["bytes"], entry["sha256"], entry.get("sample")) for name, entry in manifest["files"].items()
         }
         valid = all(isinstance(manifest.get(name), type_) for name, type_ in FIELDS.items())
@@ -59,10 +59,9 @@ def read_manifest(directory: Path, complete: bool = False) -> dict[str, Any]:
         raise CorpusError(f"{path}: not a complete manifest; build the index again")
     # An unlisted file in a folder that a library reads could be a pickle, which it would execute.
     present = {p.relative_to(directory).as_posix() for p in directory.glob("*/*") if p.is_file()}
-    foreign = {name for name in present - listed.keys() if not name.startswith("shard-")}
-    for name in sorted(foreign) + [n for n in listed if n.endswith(".pkl")]:
+    for name in sorted(present - entries.keys()) + [n for n in entries if n.endswith(".pkl")]:
         raise CorpusError(f"{directory / name}: not part of an index; build the index again")
-    for name, (size, digest, sample) in listed.items():
+    for name, (size, digest, sample) in entries.items():
         file = directory / name
         if not file.is_file():
             raise CorpusError(f"{file}: missing; build the index again")
@@ -99,13 +98,13 @@ def sample_sha256(path: Path) -> str:
     """The digest of SAMPLE_BLOCKS blocks of a file, in hexadecimal; their positions depend only on its size."""
     size, digest = path.stat().st_size, hashlib.sha256()
     part = (size - BLOCK_BYTES) // (SAMPLE_BLOCKS - 2)
-    places = [0, size - BLOCK_BYTES]
+    positions = [0, size - BLOCK_BYTES]
     for number in range(SAMPLE_BLOCKS - 2):
         draw = hashlib.sha256(f"{size} {number}".encode()).digest()
-        places.append(part * number + int.from_bytes(draw[:8]) % part)
+        positions.append(part * number + int.from_bytes(draw[:8]) % part)
     with open(path, "rb", buffering=0) as file:
-        for place in sorted(places):
-            digest.update(os.pread(file.fileno(), BLOCK_BYTES, place))
+        for position in sorted(positions):
+            digest.update(os.pread(file.fileno(), BLOCK_BYTES, position))
     return digest.hexdigest()
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cachetools import LRUCache
@@ -23,19 +23,8 @@ from retrieval.manifest import sha256
 from retrieval.protocol import CorpusError, Encoder, Passage, Ranker, as_utf8, on_disk, text_sha256
 from retrieval.ranking.index import DenseRanker, ScannIndex
 
-CACHED_QUERIES = 65_536
 CACHE_BYTES = 2**30
 ENTRY_BYTES = 600  # the size of a cached answer without its query's characters, rows and scores
-
-
-@dataclass
-class Counters:
-    """Totals since the service was created."""
-
-    queries: int = 0  # received, including empty and repeated ones
-    unique: int = 0  # without empty queries and repeats within a batch
-    hits: int = 0  # of `unique`, answered from the cache
-    searches: int = 0  # calls of the ranker
 
 
 @dataclass(frozen=True)
@@ -50,38 +39,25 @@ class Ranking:
 class RetrievalService:
     """Strip, deduplicate, look up in the cache, rank the rest in one call. Cached and new answers are equal."""
 
-    def __init__(
-        self,
-        ranker: Ranker,
-        corpus: Sequence[Passage],
-        cache_size: int = CACHED_QUERIES,
-        cache_bytes: int = CACHE_BYTES,
-    ):
+    def __init__(self, ranker: Ranker, corpus: Sequence[Passage], cache_bytes: int = CACHE_BYTES):
         """Combine a ranker and its corpus.
 
         Args:
-          cache_size: the number of (query, k) answers in the LRU cache; 0 disables it.
-          cache_bytes: the cache's maximum size. It contains rows and scores; the passages stay in the corpus.
+          cache_bytes: the maximum size of the LRU cache of (query, k) answers; 0: no cache. It contains rows and
+            scores; the passages stay in the corpus.
         """
         if len(corpus) != ranker.rows:
             raise CorpusError(f"the index holds {ranker.rows} rows, the corpus {len(corpus)}")
         self._ranker, self._corpus = ranker, corpus
         self._name = self._fingerprint = ""
-        self._cache: LRUCache[tuple[str, int], Ranking] = LRUCache(cache_bytes, getsizeof=_bytes)
-        self._cache_size = cache_size
-        self._counters = Counters()
+        self._cache: LRUCache[tuple[str, int], Ranking] = LRUCache(cache_bytes, getsizeof=_count_bytes)
         self._lock = threading.Lock()  # a server calls from several threads
 
     @classmethod
-    def open(
-        cls,
-        directory: str | os.PathLike[str],
-        cache_size: int = CACHED_QUERIES,
-        cache_bytes: int = CACHE_BYTES,
-    ) -> RetrievalService:
+    def open(cls, directory: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> RetrievalService:
         """Serve an index directory. Raises `CorpusError` when it is damaged or its encoder does not match."""
         manifest, ranker, corpus = open_index(directory)
-        service = cls(ranker, corpus, cache_size, cache_bytes)
+        service = cls(ranker, corpus, cache_bytes)
         service._name, service._fingerprint = on_disk(directory).name, manifest["corpus_sha256"]
         return service
 
@@ -90,7 +66,6 @@ class RetrievalService:
         cls,
         corpus: str | os.PathLike[str] | Sequence[Passage],
         encoder: Encoder | None = None,
-        cache_size: int = CACHED_QUERIES,
         cache_bytes: int = CACHE_BYTES,
     ) -> RetrievalService:
         """Index a small corpus (file or passages) in memory; by default with a hashing encoder fitted to it."""
@@ -99,7 +74,7 @@ class RetrievalService:
             raise CorpusError("the corpus holds no passages, expected at least one")
         encoder = encoder or HashingEncoder().fit(corpus)
         index = ScannIndex.from_vectors(encode_corpus(corpus, encoder))
-        service = cls(DenseRanker(index, encoder), corpus, cache_size, cache_bytes)
+        service = cls(DenseRanker(index, encoder), corpus, cache_bytes)
         if isinstance(corpus, MemoryMappedCorpus):
             service._name, service._fingerprint = corpus.path.name, sha256(corpus.path)
         return service
@@ -123,12 +98,6 @@ class RetrievalService:
             "rows": self.rows,
         }
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """A copy of the running totals: queries, unique, hits, searches."""
-        with self._lock:
-            return asdict(self._counters)
-
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Return at most `k` passages per query, best first, in the order of `queries`.
 
@@ -137,18 +106,13 @@ class RetrievalService:
         """
         if k < 1:
             raise ValueError(f"k is {k}, expected at least 1")
-        cleaned = [_clean(query) for query in queries]
+        cleaned = [as_utf8(" ".join(query.split())) for query in queries]
         unique = list(dict.fromkeys(filter(None, cleaned)))
         answers = self._look_up(unique, k)
         misses = [query for query in unique if query not in answers]
         if misses:
             answers |= self._search(misses, k)
             self._store(answers, k)
-        with self._lock:
-            self._counters.queries += len(cleaned)
-            self._counters.unique += len(unique)
-            self._counters.hits += len(unique) - len(misses)
-            self._counters.searches += bool(misses)
         return [self._passages(answers.get(query)) for query in cleaned]
 
     def _passages(self, ranking: Ranking | None) -> list[Passage]:
@@ -160,14 +124,13 @@ class RetrievalService:
 
     def _search(self, queries: list[str], k: int) -> dict[str, Ranking]:
         ids, scores = self._ranker.rank(queries, k)
-        valid = ids >= 0
         return {
             query: Ranking(
                 query,
-                array("q", rows[kept].tolist()),
-                array("d", (round(score, 6) for score in values[kept].tolist())),  # the precision of float32
+                array("q", rows[rows >= 0].tolist()),
+                array("d", (round(score, 6) for score in values[rows >= 0].tolist())),  # the precision of float32
             )
-            for query, rows, values, kept in zip(queries, ids, scores, valid, strict=True)
+            for query, rows, values in zip(queries, ids, scores, strict=True)
         }
 
     def _look_up(self, queries: list[str], k: int) -> dict[str, Ranking]:
@@ -175,22 +138,13 @@ class RetrievalService:
             return {query: self._cache[query, k] for query in queries if (query, k) in self._cache}
 
     def _store(self, answers: dict[str, Ranking], k: int) -> None:
-        if not self._cache_size:
-            return
         with self._lock:
             for query, ranking in answers.items():
-                if _bytes(ranking) <= self._cache.maxsize:  # the cache raises on a single answer that is too large
+                if _count_bytes(ranking) <= self._cache.maxsize:  # the cache raises on an answer that is too large
                     self._cache[query, k] = ranking
-            while len(self._cache) > self._cache_size:
-                self._cache.popitem()
 
 
-def _bytes(ranking: Ranking) -> int:
+def _count_bytes(ranking: Ranking) -> int:
     """The approximate size of a cached answer."""
     values = len(ranking.rows) * ranking.rows.itemsize + len(ranking.scores) * ranking.scores.itemsize
     return ENTRY_BYTES + sys.getsizeof(ranking.query) + values
-
-
-def _clean(query: str) -> str:
-    """Collapse white space and replace lone surrogates, which a tokenizer in Rust refuses."""
-    return as_utf8(" ".join(query.split()))

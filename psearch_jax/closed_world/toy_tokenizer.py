@@ -12,12 +12,12 @@ import re
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED, YEARS
 from psearch_jax.closed_world.names import HEADS, MIDDLES, TAILS
 from psearch_jax.closed_world.scripted import SCRIPT_WORDS
 from psearch_jax.closed_world.wordings import words_of_wordings
-from psearch_jax.text.tokenizer import byte_level_alphabet
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -37,7 +37,7 @@ def language() -> list[str]:
 
 def write_tokenizer(out_dir: str | os.PathLike[str]) -> int:
     """Writes the tokenizer as a directory that AutoTokenizer loads; returns the vocabulary size."""
-    characters = {byte: character for character, byte in byte_level_alphabet().items()}
+    characters = bytes_to_unicode()
 
     def token(text: str) -> str:
         return "".join(characters[byte] for byte in text.encode())

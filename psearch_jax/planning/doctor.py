@@ -25,6 +25,7 @@ from psearch_jax.planning.plan import Plan, make_plan, model_shape
 from psearch_jax.planning.targets import Target
 from psearch_jax.rl.rewards import never_pays_for_splitting
 from psearch_jax.runtime.accelerators import GIB, Chip, chip_of
+from psearch_jax.runtime.memory import available_memory
 from psearch_jax.runtime.paths import is_remote, locate, packaged
 from psearch_jax.sharding import describe_meshes, make_meshes
 from psearch_jax.text.prompts import load_template
@@ -32,7 +33,6 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import settings as recorded
 from psearch_jax.train.checkpointing.checkpoint import find_checkpoint, read_loop
 from psearch_jax.types import ITEM, UserError
-from retrieval.memory import available_memory
 from retrieval.protocol import CorpusError, RetrievalError
 
 # Device files of accelerators, and what to do if JAX uses none.

@@ -29,6 +29,7 @@ INTERRUPTED = 130  # as shells report a process that SIGINT ended
 PIPE_CLOSED = 141  # and one that SIGPIPE ended
 # Errors of a disk or a path, not of this project.
 OF_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENAMETOOLONG, errno.ELOOP)
+PATH_ERRORS = (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 LOST = 3  # exit code after another process of the run was lost
 GRACE_S = 10  # the first process of a run stays this long after an error, so that slower ones can report theirs
 # Without PyTorch, which we do not need, transformers would print a warning at every start.
@@ -46,36 +47,33 @@ def run(main: Callable[[list[str]], None], positional: bool = False, defaults: s
       positional: whether to accept such arguments.
       defaults: config file whose fields `--config.SECTION.FIELD` can set without `--config`; "": `--config` is needed.
     """
-    platforms.skip_absent_tpu()
     progress.show()
 
-    def guarded(argv: list[str]) -> int:
+    def run_main(argv: list[str]) -> int:
         try:
             main(argv)
         except (UserError, CorpusError, RetrievalError) as error:
             return _refuse(str(error))
-        except (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-            return _refuse(str(error))  # about a path that the user named
         except BrokenPipeError:  # `| head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at exit fails, too
             return PIPE_CLOSED
         except KeyboardInterrupt:
             return _refuse("interrupted by Ctrl-C", INTERRUPTED)
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in OF_DISK:
+            if isinstance(error, PATH_ERRORS) or (isinstance(error, OSError) and error.errno in OF_DISK):
                 return _refuse(str(error))
             if not is_store_error(error):
                 raise
             return _refuse(f"{STORE}: cannot be reached, read or written ({' '.join(str(error).split())[:300]})")
         return 0
 
-    def ended(argv: list[str]) -> int:
+    def run_and_exit(argv: list[str]) -> int:
         try:
-            code = guarded(argv)
+            code = run_main(argv)
         except Exception as error:
             if not jax.distributed.is_initialized():
                 raise
-            if processes.lost(error):
+            if processes.is_lost(error):
                 reason = first_line(error)[:200]
                 code = _refuse(f"the processes of this run lost each other ({reason}); the same commands resume", LOST)
             else:
@@ -89,7 +87,7 @@ def run(main: Callable[[list[str]], None], positional: bool = False, defaults: s
             os._exit(code)  # a normal exit would deadlock: it waits for the other processes, which wait for this one
         return code
 
-    app.run(ended, flags_parser=lambda argv: _parse(argv, positional, defaults))
+    app.run(run_and_exit, flags_parser=lambda argv: _parse(argv, positional, defaults))
 
 
 def process_flags() -> None:
@@ -114,21 +112,10 @@ def finite(name: str) -> None:
     flags.register_validator(name, math.isfinite, "accepted: a finite number")
 
 
-def stop_flag() -> None:
-    """Defines the exit code of a program that SIGTERM stops, for `end_stopped`."""
-    flags.DEFINE_integer(
-        "stopped_code",
-        0,
-        "Exit code after SIGTERM stopped the run; a Kubernetes Job takes 0 for complete.",
-        0,
-        255,
-    )
-
-
 def end_stopped(reason: str, by_user: bool) -> NoReturn:
-    """Exits after a run was stopped: with `INTERRUPTED` after Ctrl-C, otherwise with --stopped_code."""
+    """Exits after a run was stopped: with `INTERRUPTED` after Ctrl-C, otherwise with 0."""
     print(f"interrupted: {reason}")
-    sys.exit(INTERRUPTED if by_user else flags.FLAGS.stopped_code)
+    sys.exit(INTERRUPTED if by_user else 0)
 
 
 def server_flags(port: int) -> None:
@@ -151,7 +138,6 @@ def configure_jax() -> None:
     The cache is in $JAX_COMPILATION_CACHE_DIR, by default in ~/.cache/psearch_jax/xla. Our log lines go to stderr as
     plain text. The other processes are those that the flags of `process_flags` describe.
     """
-    platforms.skip_absent_tpu()
     jax.config.update("jax_compilation_cache_dir", os.environ.get(CACHE_VARIABLE) or str(DEFAULT_CACHE))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -163,16 +149,16 @@ def configure_jax() -> None:
         values = flags.FLAGS
         processes.start(values.coordinator, values.processes, values.process, values.distributed)
     platforms.overlap_collectives(jax.distributed.is_initialized())
-    own = logging.getLogger("psearch_jax")
-    if not own.handlers:
+    logger = logging.getLogger("psearch_jax")
+    if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
         several = jax.distributed.is_initialized()
         handler.setFormatter(
             logging.Formatter(f"process {jax.process_index()}: %(message)s" if several else "%(message)s")
         )
-        own.addHandler(handler)
-        own.setLevel(logging.WARNING if several and not processes.first() else logging.INFO)
-        own.propagate = False
+        logger.addHandler(handler)
+        logger.setLevel(logging.WARNING if several and not processes.first() else logging.INFO)
+        logger.propagate = False
 
 
 def read_token(path: str, name: str) -> str:
@@ -213,12 +199,12 @@ def _check_config_file(argv: Sequence[str]) -> None:
         name, equals, value = argument.lstrip("-").partition("=")
         if name == "config" and argument.startswith("-"):
             file = value if equals else following
-    path, _, given = file.partition(":")
+    path, _, argument = file.partition(":")
     if not path:
         return
     try:
         get_config = runpy.run_path(path).get("get_config") if path.endswith(".py") else None
-        value = get_config and (get_config(given) if given else get_config())
+        value = get_config and (get_config(argument) if argument else get_config())
     except UserError as error:
         raise UserError(f"--config={file}: {error}") from None
     except Exception as error:

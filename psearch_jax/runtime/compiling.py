@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from psearch_jax.runtime import progress
 
 MOST = 8  # threads: each needs the memory of a compilation
-_COMPILED = "/jax/core/compile/backend_compile_duration"  # the event that JAX records for every compilation
 
 
 @dataclass(frozen=True)
@@ -70,18 +69,3 @@ def compile_all(programs: Sequence[Program]) -> None:
         for done in as_completed([pool.submit(program.compile, width) for program, width in jobs]):
             done.result()
             progress.advance()
-
-
-class CompilationCounter:
-    """Counts the compilations of this process from its construction on.
-
-    Attributes:
-      count: the number so far, of programs of any origin.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, *_: Any, **__: Any) -> None:
-        self.count += event == _COMPILED

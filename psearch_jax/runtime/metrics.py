@@ -11,7 +11,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,18 +51,6 @@ def mean(values: Any) -> float:
     return Ratio(sum(values), len(values)).value
 
 
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of a few runs and its 95% confidence interval by Student's t; for a single run the mean three times."""
-    from scipy import stats  # slow to import
-
-    values = [float(v) for v in values]
-    centre = mean(values)
-    if len(values) < 2:
-        return centre, centre, centre
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return centre, float(centre - half), float(centre + half)
-
-
 # The weight of an update in the means over the updates of a step. That of a single metric NAME is NAME/trained_tokens:
 # it may be a mean over fewer tokens, or over trajectories.
 WEIGHT = "trained_tokens"
@@ -77,27 +65,27 @@ class MetricsWriter:
     def __init__(self, directory: str | Path, active: bool | None = None):
         self._active = processes.first() if active is None else active
         self._target = locate(directory)
-        self._here, self._spool, self._put = self._target, None, -math.inf
+        self._local, self._spool, self._put = self._target, None, -math.inf
         self._board = None
         if self._active:
             from tensorboardX import SummaryWriter
 
             if is_remote(self._target):
                 self._spool = tempfile.TemporaryDirectory(prefix="metrics-")
-                self._here = Path(self._spool.name)
+                self._local = Path(self._spool.name)
                 earlier = self._target / _ROWS
                 if earlier.exists():
-                    (self._here / _ROWS).write_bytes(earlier.read_bytes())
-            self._here.mkdir(parents=True, exist_ok=True)
+                    (self._local / _ROWS).write_bytes(earlier.read_bytes())
+            self._local.mkdir(parents=True, exist_ok=True)
             # Without a suffix, two starts within a second would use the same name, and overwrite it on a store.
-            self._board = SummaryWriter(str(self._here / "tensorboard"), filename_suffix=f".{time.time_ns()}")
+            self._board = SummaryWriter(str(self._local / "tensorboard"), filename_suffix=f".{time.time_ns()}")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line for `step`; values that are not finite become null, because JSON has no NaN."""
         if self._board is None:
             return
         row = {"step": step, **{k: _json_number(v) for k, v in values.items()}}
-        with (self._here / _ROWS).open("a", encoding="utf-8") as file:
+        with (self._local / _ROWS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self._write_events(step, row)
         if time.monotonic() - self._put >= PUT_S:
@@ -107,7 +95,7 @@ class MetricsWriter:
         """Adds values to the last line, if it is the one of `step`."""
         if self._board is None:
             return
-        file = self._here / _ROWS
+        file = self._local / _ROWS
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         row = json.loads(lines.pop()) if lines else {}
         if row.get("step") == step:
@@ -126,9 +114,9 @@ class MetricsWriter:
         """Uploads everything written so far if the directory is on an object store; does nothing on a disk."""
         if self._spool is None:
             return
-        for file in sorted(self._here.rglob("*")):
+        for file in sorted(self._local.rglob("*")):
             if file.is_file():
-                write_atomically(self._target / file.relative_to(self._here).as_posix(), file.read_bytes())
+                write_atomically(self._target / file.relative_to(self._local).as_posix(), file.read_bytes())
         self._put = time.monotonic()
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -24,8 +23,6 @@ from retrieval.protocol import CorpusError, RetrievalError
 T = TypeVar("T")
 HEARTBEAT_S = 20  # after this time without a heartbeat a process counts as dead, and the run ends
 _START_S = 300  # how long a process waits for the others to start
-_HEADER = struct.Struct("<Q")
-_SMALL, _LARGE = 2**12, 2**24  # bytes of the first exchange, and at most of each further one for longer messages
 
 
 def start(coordinator: str = "", count: int = 0, index: int = -1, cluster: bool = False) -> None:
@@ -39,10 +36,10 @@ def start(coordinator: str = "", count: int = 0, index: int = -1, cluster: bool 
     Raises:
       UserError: only some of the three are set, or the other processes did not join.
     """
-    named = (bool(coordinator), count > 0, index >= 0)
-    if not (any(named) or cluster or _tpu_workers() > 1):
+    parts = (bool(coordinator), count > 0, index >= 0)
+    if not (any(parts) or cluster or _tpu_workers() > 1):
         return
-    if any(named) and (not all(named) or index >= count):
+    if any(parts) and (not all(parts) or index >= count):
         raise UserError(
             f"--coordinator={coordinator} --processes={count} --process={index}: accepted: all three, HOST:PORT, the "
             "number of processes, and the index of this one, from 0"
@@ -50,7 +47,7 @@ def start(coordinator: str = "", count: int = 0, index: int = -1, cluster: bool 
     # JAX's own handler of SIGTERM only notes the signal: while it is installed, nothing would end this process before
     # training begins, nor an evaluation at all.
     jax.config.update("jax_enable_preemption_service", False)
-    arguments = {"coordinator_address": coordinator, "num_processes": count, "process_id": index} if all(named) else {}
+    arguments = {"coordinator_address": coordinator, "num_processes": count, "process_id": index} if all(parts) else {}
     try:
         jax.distributed.initialize(
             **arguments,
@@ -79,7 +76,7 @@ def on_terminal() -> bool:
     return sys.stderr.isatty() and first()
 
 
-class Lost(RuntimeError):
+class LostProcess(RuntimeError):
     """Another process of the run did not reach a collective or a barrier."""
 
 
@@ -94,7 +91,7 @@ _LOST = re.compile(
 )
 
 
-def lost(error: BaseException) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Whether an error means that another process did not reach a collective or a barrier.
 
     Errors about files and inputs contain names that the user chose, so their text is not searched.
@@ -103,7 +100,7 @@ def lost(error: BaseException) -> bool:
     while chain is not None and jax.process_count() > 1:
         has_user_text = isinstance(chain, UserError | CorpusError | RetrievalError)
         has_user_text = has_user_text or (isinstance(chain, OSError) and chain.errno is not None)
-        if isinstance(chain, Lost) or (not has_user_text and _LOST.search(str(chain))):
+        if isinstance(chain, LostProcess) or (not has_user_text and _LOST.search(str(chain))):
             return True
         chain = chain.__cause__
     return False
@@ -130,7 +127,7 @@ def allgather(work: Callable[[], T]) -> list[T]:
 
 
 def all_or_none(work: Callable[[], T]) -> T:
-    """Runs `work` in every process and returns this process's own result, which need not be picklable."""
+    """Runs `work` in every process and returns this process's result, which need not be picklable."""
     done: list[T] = []
     allgather(lambda: done.append(work()))
     return done[0]
@@ -141,15 +138,15 @@ def broadcast(work: Callable[[], T]) -> T:
     return cast(T, allgather(lambda: work() if first() else None)[0])
 
 
-def in_order(own: Sequence[T], group: int = 1) -> list[T]:
+def in_order(rows: Sequence[T], group: int = 1) -> list[T]:
     """The rows of all processes, in the order that a single process would have.
 
-    `own` are the rows of this process. Its i-th group of `group` rows is group i * process_count + process_index of
+    `rows` are those of this process. Their i-th group of `group` rows is group i * process_count + process_index of
     the result.
     """
-    parts = allgather(lambda: list(own))
-    longest = max(len(rows) for rows in parts)
-    return [row for i in range(0, longest, group) for rows in parts for row in rows[i : i + group]]
+    parts = allgather(lambda: list(rows))
+    longest = max(map(len, parts))
+    return [row for i in range(0, longest, group) for part in parts for row in part[i : i + group]]
 
 
 def share(values: Sequence[T]) -> Sequence[T]:
@@ -165,28 +162,12 @@ def fetch(tree: Any) -> Any:
 
 
 def _gather(message: bytes) -> list[bytes]:
-    """The messages of all processes. The first exchange also carries their lengths."""
-    head = np.zeros(_SMALL, np.uint8)
-    framed = _HEADER.pack(len(message)) + message
-    head[: min(len(framed), _SMALL)] = np.frombuffer(framed[:_SMALL], np.uint8)
-    heads = _exchange(head)
-    lengths = [_HEADER.unpack(row[: _HEADER.size])[0] for row in heads]
-    parts = [[row[_HEADER.size :]] for row in heads]
-    done, longest = _SMALL - _HEADER.size, max(lengths)
-    while done < longest:
-        size = min(_LARGE, 1 << (longest - done - 1).bit_length())  # few sizes, because each compiles a program
-        piece = np.zeros(size, np.uint8)
-        rest = message[done : done + size]
-        piece[: len(rest)] = np.frombuffer(rest, np.uint8)
-        for part, row in zip(parts, _exchange(piece), strict=True):
-            part.append(row)
-        done += size
-    return [b"".join(part)[:length] for part, length in zip(parts, lengths, strict=True)]
-
-
-def _exchange(message: np.ndarray) -> list[bytes]:
-    """The messages [N] uint8 of all processes."""
-    return [bytes(row) for row in multihost_utils.process_allgather(message)]
+    """The messages of all processes, padded to one of few lengths, because each length compiles a program."""
+    lengths = multihost_utils.process_allgather(np.array(len(message)))
+    padded = np.zeros(max(2**12, 1 << int(lengths.max() - 1).bit_length()), np.uint8)
+    padded[: len(message)] = np.frombuffer(message, np.uint8)
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 def _portable(error: Exception) -> Exception:

@@ -82,7 +82,7 @@ def reach(count: int) -> None:
             _steps[-1].done = count
 
 
-def _report(shown: _Step, over: threading.Event, stream: IO[str], patient: bool) -> None:
+def _report(current: _Step, over: threading.Event, stream: IO[str], patient: bool) -> None:
     """Writes the line of the step until the step ends, except while a step inside it is running."""
     global _drawn
     terminal, interval = stream.isatty(), LOG_S
@@ -91,9 +91,9 @@ def _report(shown: _Step, over: threading.Event, stream: IO[str], patient: bool)
         wait = TERMINAL_S if terminal else interval
         interval = min(2 * interval, LOG_MOST_S)
         with _lock:
-            if over.is_set() or _steps[-1] is not shown or _stream is not stream:
+            if over.is_set() or _steps[-1] is not current or _stream is not stream:
                 continue
-            stream.write(f"{CLEAR}{shown}" if terminal else f"{shown}\n")
+            stream.write(f"{CLEAR}{current}" if terminal else f"{current}\n")
             stream.flush()
             _drawn = terminal
 

@@ -58,7 +58,7 @@ Listener = Callable[[Event], None]
 
 
 @dataclass(eq=False)
-class _Asked:
+class _Pending:
     """A question that waits for its answer."""
 
     question: Question
@@ -90,8 +90,8 @@ class Answerer:
         every: int = EVERY,
     ):
         self._collector, self._weights, self._seed, self._every = collector, weights, seed, every
-        self._arrived: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        self._asked: dict[int, _Asked] = {}  # by rollout order
+        self._arrived: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._pending: dict[int, _Pending] = {}  # by rollout order
         self._failing, self._closed = False, False
         self._probe = None
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
@@ -134,13 +134,13 @@ class Answerer:
         prompt, most = self._collector.render(question), self._collector.rollout.prompt_tokens
         if len(prompt) > most:
             raise UserError(f"question: found {len(prompt)} tokens with the prompt template, accepted: at most {most}")
-        asked = _Asked(question, prompt, temperature, listen, time.monotonic())
-        self._arrived.put(asked)
+        pending = _Pending(question, prompt, temperature, listen, time.monotonic())
+        self._arrived.put(pending)
         if self._closed or not self._thread.is_alive():
             self._fail()
 
         def cancel() -> None:
-            asked.cancelled = True
+            pending.cancelled = True
 
         return cancel
 
@@ -174,7 +174,7 @@ class Answerer:
             try:
                 self._serve()
             except BaseException:  # the active questions get an error; later ones are answered
-                log.exception("%d questions could not be answered", len(self._asked))
+                log.exception("%d questions could not be answered", len(self._pending))
                 self._failing = True
             self._fail()
             gc.collect()  # frees the failed scheduler's KV cache; two may not fit in memory
@@ -198,24 +198,24 @@ class Answerer:
 
     def _fail(self) -> None:
         """Sends an error to every waiting question, queued ones included."""
-        waiting: list[_Asked | None] = [*self._asked.values()]
-        self._asked = {}
+        waiting: list[_Pending | None] = [*self._pending.values()]
+        self._pending = {}
         with suppress(queue.Empty):
             while True:
                 waiting.append(self._arrived.get_nowait())
-        for asked in filter(None, waiting):
-            _send(asked, Event("error", FAILED))
+        for pending in filter(None, waiting):
+            _send(pending, Event("error", FAILED))
 
     def _admit_questions(self, scheduler: RolloutScheduler) -> None:
         """Adds the questions that have arrived and drops the cancelled ones; blocks while there is no question."""
         with suppress(queue.Empty):
-            while (asked := self._arrived.get(block=not self._asked)) is not None:
-                if not asked.cancelled:
-                    self._asked[scheduler.added] = asked
-                    scheduler.add([asked.question], [asked.prompt], step=0)
-        for order in [order for order, asked in self._asked.items() if asked.cancelled]:
+            while (pending := self._arrived.get(block=not self._pending)) is not None:
+                if not pending.cancelled:
+                    self._pending[scheduler.added] = pending
+                    scheduler.add([pending.question], [pending.prompt], step=0)
+        for order in [order for order, pending in self._pending.items() if pending.cancelled]:
             scheduler.drop(order)
-            del self._asked[order]
+            del self._pending[order]
 
     def _decode(self, scheduler: RolloutScheduler, search: ServingSearch) -> None:
         """Decodes a few tokens for all rows, and searches."""
@@ -225,8 +225,8 @@ class Answerer:
         if scheduler.decodes:
             temperatures = np.zeros(scheduler.rows, np.float32)
             for slot, rollout in scheduler.live.items():
-                if rollout.order in self._asked:
-                    temperatures[slot] = self._asked[rollout.order].temperature
+                if rollout.order in self._pending:
+                    temperatures[slot] = self._pending[rollout.order].temperature
             scheduler.decode(temperatures, self._every)
             self._send_new_text(scheduler)
         scheduler.advance_stopped_rows()
@@ -236,22 +236,22 @@ class Answerer:
         state = scheduler.state
         status, length, ids = processes.fetch((state.status, state.length, state.ids))
         for slot, rollout in scheduler.live.items():
-            asked = self._asked.get(rollout.order)
-            if asked is None or status[slot] != Status.RUNNING or asked.sent_turns < len(rollout.turns):
+            pending = self._pending.get(rollout.order)
+            if pending is None or status[slot] != Status.RUNNING or pending.sent_turns < len(rollout.turns):
                 continue
             written = self._collector.tokenizer.decode(ids[slot, rollout.turn_start : length[slot]], control=True)
-            _send_text(asked, written.rstrip("\ufffd"))  # the bytes of an incomplete character
+            _send_text(pending, written.rstrip("\ufffd"))  # the bytes of an incomplete character
 
     def _send_turns(self, scheduler: RolloutScheduler) -> None:
         """Sends the events of every row that stopped."""
         turns_by_order = {rollout.order: rollout.turns for rollout in scheduler.live.values()}
-        for order, asked in list(self._asked.items()):
+        for order, pending in list(self._pending.items()):
             trajectory = scheduler.results.pop(order, None)
             turns = trajectory.turns if trajectory else turns_by_order.get(order, ())
-            _send_turns(asked, turns, corrected=len(turns) - bool(trajectory))
+            _send_turns(pending, turns, corrected=len(turns) - bool(trajectory))
             if trajectory:
-                _send(asked, Event("end", trajectory=trajectory))
-                del self._asked[order]
+                _send(pending, Event("end", trajectory=trajectory))
+                del self._pending[order]
 
     def _send_failures(self, scheduler: RolloutScheduler, search: ServingSearch) -> None:
         """Sends an error to every question whose search failed."""
@@ -259,8 +259,8 @@ class Answerer:
             self._failing, search.all_failed = search.all_failed, None
         for order, reason in search.failures.items():
             scheduler.drop(order)
-            if order in self._asked:
-                _send(self._asked.pop(order), Event("error", reason))
+            if order in self._pending:
+                _send(self._pending.pop(order), Event("error", reason))
         search.failures.clear()
 
 
@@ -274,41 +274,41 @@ def support(trajectory: Trajectory) -> list[Passage]:
     return [p for p in first.values() if contains_words(normalise(f"{p.title} {p.text}"), answer)]
 
 
-def _send_turns(asked: _Asked, turns: Sequence[Turn], corrected: int) -> None:
+def _send_turns(pending: _Pending, turns: Sequence[Turn], corrected: int) -> None:
     """Sends the new events of `turns`, with the host's note to those of the first `corrected` without an action."""
-    for index, turn in enumerate(turns[asked.sent_turns :], asked.sent_turns):
-        if not asked.searching:
-            _send_text(asked, turn.text)
+    for index, turn in enumerate(turns[pending.sent_turns :], pending.sent_turns):
+        if not pending.searching:
+            _send_text(pending, turn.text)
             if turn.queries:
-                _send(asked, Event("search", queries=turn.queries))
-                asked.searching = True
-        if asked.searching:
+                _send(pending, Event("search", queries=turn.queries))
+                pending.searching = True
+        if pending.searching:
             if not turn.passages:
                 return
-            _send(asked, Event("passages", queries=turn.queries, passages=turn.passages))
+            _send(pending, Event("passages", queries=turn.queries, passages=turn.passages))
         elif index < corrected:
-            _send(asked, Event("note", tags.CORRECTIVE_MESSAGE.strip()))
-        asked.sent_turns, asked.sent_chars, asked.searching = asked.sent_turns + 1, 0, False
+            _send(pending, Event("note", tags.CORRECTIVE_MESSAGE.strip()))
+        pending.sent_turns, pending.sent_chars, pending.searching = pending.sent_turns + 1, 0, False
 
 
-def _send_text(asked: _Asked, text: str) -> None:
+def _send_text(pending: _Pending, text: str) -> None:
     """Sends the new part of the current turn's text."""
-    if len(text) > asked.sent_chars:
-        _call_listener(asked, Event("text", text[asked.sent_chars :]))
-        asked.sent_chars = len(text)
+    if len(text) > pending.sent_chars:
+        _call_listener(pending, Event("text", text[pending.sent_chars :]))
+        pending.sent_chars = len(text)
 
 
-def _send(asked: _Asked, event: Event) -> None:
+def _send(pending: _Pending, event: Event) -> None:
     """Sends an event with the seconds since the previous one."""
     now = time.monotonic()
-    _call_listener(asked, replace(event, seconds=now - asked.last_event_s))
-    asked.last_event_s = now
+    _call_listener(pending, replace(event, seconds=now - pending.last_event_s))
+    pending.last_event_s = now
 
 
-def _call_listener(asked: _Asked, event: Event) -> None:
+def _call_listener(pending: _Pending, event: Event) -> None:
     """A listener that fails counts as gone, so that it does not end the answers of others."""
-    if not asked.cancelled:
+    if not pending.cancelled:
         try:
-            asked.listen(event)
+            pending.listen(event)
         except Exception:
-            asked.cancelled = True
+            pending.cancelled = True

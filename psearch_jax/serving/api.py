@@ -1,14 +1,12 @@
-"""The requests and answers of serving/chat.py: the part of OpenAI's chat completions that is used, and `psearch`."""
+"""The requests of serving/chat.py: the part of OpenAI's chat completions that is used."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from psearch_jax.limits import MAX_SEED, MAX_TEMPERATURE
-from retrieval.remote.http import integer_if_whole
-from retrieval.remote.openapi import Operation
 
 MAX_QUESTION_CHARS = 8192
 
@@ -28,7 +26,7 @@ class ChatRequest(BaseModel):
     messages: list[ChatMessage] = Field(min_length=1)
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)] | None = None
-    seed: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED), BeforeValidator(integer_if_whole)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
     n: Literal[1] | None = None
 
     @model_validator(mode="after")
@@ -49,85 +47,3 @@ class ChatRequest(BaseModel):
             texts = [part.get("text") for part in parts]
             content = " ".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
         return content.strip() if isinstance(content, str) else ""
-
-
-class AnswerMessage(BaseModel):
-    """The answer, and the text of all turns."""
-
-    role: Literal["assistant"]
-    content: str
-    reasoning_content: str
-
-
-class Choice(BaseModel):
-    """The one answer."""
-
-    index: int
-    message: AnswerMessage
-    finish_reason: Literal["stop", "length"]
-
-
-class Usage(BaseModel):
-    """Token counts; passages count as prompt tokens."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class Completion(BaseModel):
-    """An answer. `psearch` has the searches, passages and seconds of each turn, see `console.as_json`."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage
-    psearch: dict[str, Any]
-
-
-class ModelCard(BaseModel):
-    """A policy."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-
-
-class Models(BaseModel):
-    """The policies: there is one."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class Health(BaseModel):
-    """Whether questions are answered."""
-
-    status: str
-
-
-class ErrorDetail(BaseModel):
-    """Why a request is refused, in one line."""
-
-    message: str
-    type: str
-    code: int
-
-
-class Error(BaseModel):
-    """The answer to a request that is refused."""
-
-    error: ErrorDetail
-
-
-OPERATIONS = (
-    Operation(
-        "post", "/v1/chat/completions", Completion, ChatRequest, refusals=(400, 403, 408, 413, 422, 503), streams=True
-    ),
-    Operation("get", "/v1/models", Models, refusals=(403,)),
-    Operation("get", "/health", Health, failure=Health, open=True),
-    Operation("get", "/metrics", None, refusals=(403,)),
-)

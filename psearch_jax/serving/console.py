@@ -16,7 +16,6 @@ from psearch_jax.types import Trajectory
 from retrieval.protocol import Passage
 
 BRANCH, LAST = ("\u251c\u2500 ", "\u2502  "), ("\u2514\u2500 ", "   ")
-BRANCH_ASCII, LAST_ASCII = ("|- ", "|  "), ("`- ", "   ")
 ANSWER, SEARCH, DIM = "bold green", "bold cyan", "dim"
 WITHOUT = {
     "truncated": "no answer: the context is full",
@@ -52,7 +51,7 @@ class AnswerSummary:
         return sum(self.seconds) + sum(self.search_seconds)
 
 
-class Shown:
+class AnswerPrinter:
     """Prints the events of questions, one question after another.
 
     Model text and passages may contain anything, so control characters are printed as question marks. `recorded`
@@ -62,11 +61,6 @@ class Shown:
     def __init__(self, file: IO[str]):
         self.recorded = Text()
         self._console = Console(file=file, highlight=False, markup=False, soft_wrap=True)
-        try:
-            "".join((*BRANCH, *LAST)).encode(self._console.encoding)
-            self._branch, self._last = BRANCH, LAST
-        except UnicodeEncodeError:
-            self._branch, self._last = BRANCH_ASCII, LAST_ASCII
         self._at_start = True  # of a line
 
     def show(self, event: Event) -> None:
@@ -79,7 +73,7 @@ class Shown:
             self._line(f"  {len(event.queries)} searches at once" if many else "  one search", SEARCH)
         elif event.kind == "passages":
             for i, (query, ranking) in enumerate(zip(event.queries, event.passages, strict=True)):
-                head, below = self._last if i == len(event.queries) - 1 else self._branch
+                head, below = LAST if i == len(event.queries) - 1 else BRANCH
                 self._line(f"  {head}{query}", SEARCH)
                 for passage in ranking:
                     self._line(f"  {below}  {one_line(passage)}")
@@ -103,7 +97,7 @@ class Shown:
             self._line("found in:")
         for passage in evidence:
             self._line(f"  {one_line(passage)}")
-        self._line(took(summary), DIM)
+        self._line(describe_time(summary), DIM)
 
     def line(self, text: str) -> None:
         """Prints a line of the program itself."""
@@ -125,7 +119,7 @@ class Shown:
             self._at_start = text.endswith("\n")
 
 
-def took(summary: AnswerSummary) -> str:
+def describe_time(summary: AnswerSummary) -> str:
     """One line with the counts of turns and searches, and the seconds."""
     trajectory = summary.trajectory
     assert trajectory is not None

@@ -10,7 +10,7 @@ from psearch_jax.text.tags import escape_tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
 
-PLACE = "{question}"
+PLACEHOLDER = "{question}"
 ROLES = ("system", "user", "assistant", "tool")
 TEMPLATE_DIR = ASSETS / "prompts"
 
@@ -25,8 +25,8 @@ def load_template(name_or_path: str | Path = "parallel") -> str:
 
     Raises `UserError` when there is no such template, or when it does not hold `{question}`.
     """
-    named = str(name_or_path) in packaged_templates()
-    file = TEMPLATE_DIR / f"{name_or_path}.txt" if named else Path(name_or_path)
+    is_packaged = str(name_or_path) in packaged_templates()
+    file = TEMPLATE_DIR / f"{name_or_path}.txt" if is_packaged else Path(name_or_path)
     try:
         text = file.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -34,8 +34,8 @@ def load_template(name_or_path: str | Path = "parallel") -> str:
         raise UserError(
             f"prompt template {name_or_path}: not a readable file ({error}), and none of {names}"
         ) from error
-    if PLACE not in text:
-        raise UserError(f"prompt template {file}: {PLACE} not found, it must mark the question's place")
+    if PLACEHOLDER not in text:
+        raise UserError(f"prompt template {file}: {PLACEHOLDER} not found, it must mark the question's place")
     return text
 
 
@@ -46,9 +46,9 @@ def render_prompt(tokenizer: Tokenizer, template: str, question: str) -> list[in
     `?` after the question's place, the prompt has exactly one there, whether or not the question ends with it.
     """
     question = question.strip()
-    if f"{PLACE}?" in template:
+    if f"{PLACEHOLDER}?" in template:
         question = question.removesuffix("?")
-    content = template.replace(PLACE, escape_tags(question))
+    content = template.replace(PLACEHOLDER, escape_tags(question))
     return tokenizer.chat([{"role": "user", "content": content}])
 
 

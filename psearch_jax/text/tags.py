@@ -95,12 +95,12 @@ def split_sub_queries(content: str, cap: int = MAX_SUB_QUERIES) -> tuple[str, ..
 
     Inner white space is collapsed; two sub-queries that differ only in case or spacing are one (the first is kept).
     """
-    kept: dict[str, str] = {}
+    distinct: dict[str, str] = {}
     for part in re.split("#{2,}", content):
         query = " ".join(part.split())
         if query:
-            kept.setdefault(query.casefold(), query)
-    return tuple(kept.values())[:cap]
+            distinct.setdefault(query.casefold(), query)
+    return tuple(distinct.values())[:cap]
 
 
 def escape_tags(text: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from psearch_jax.runtime import hub
 from psearch_jax.runtime.paths import read_json
@@ -23,16 +24,6 @@ STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 _BEGUN = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
 MAX_IDS = 2**22  # far above the largest vocabulary; bounds the table of all ids
 FILES = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json"
-
-
-def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's map from the printable characters of a byte-level vocabulary to the 256 bytes they stand for.
-
-    Printable Latin-1 bytes map to themselves; the others, in order, to the characters from U+0100 on.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 class Tokenizer:
@@ -60,8 +51,8 @@ class Tokenizer:
         self._foreign = _copy(state, added_tokens=False)
         self._tags = {t.content: i for i, t in hf.added_tokens_decoder.items() if TAG.fullmatch(t.content)}
         vocabulary = hf.get_vocab()
-        named = [vocabulary.get(token) for token in STOP_TOKENS]
-        self.stop_ids = frozenset(i for i in [hf.eos_token_id, *named, *extra_stop_ids] if i is not None)
+        stops = [vocabulary.get(token) for token in STOP_TOKENS]
+        self.stop_ids = frozenset(i for i in [hf.eos_token_id, *stops, *extra_stop_ids] if i is not None)
         if not self.stop_ids or not all(0 <= i < self.size for i in self.stop_ids):
             raise UserError(
                 f"tokenizer {name}: stop ids {sorted(self.stop_ids)}, needed: one or more below {self.size}"
@@ -117,12 +108,7 @@ class Tokenizer:
         token, as in the model's training data. The chat ends where the model begins its thought: a thought that the
         template opens is removed. Raises `UserError` without a template, or if the template leaves out a message.
         """
-        marks = [f"CONTENT{i}PLACEHOLDER" for i in range(len(messages))]
-        marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
-        rendered = self._render(marked, add_generation_prompt)
-        missing = [i for i, mark in enumerate(marks) if mark not in rendered]
-        if missing:
-            raise UserError(f"tokenizer {self.name}: chat_template leaves out message {missing[0]}")
+        rendered = self._render_marked(messages, add_generation_prompt)
         ids: list[int] = []
         for k, piece in enumerate(re.split(r"CONTENT(\d+)PLACEHOLDER", rendered)):
             ids += self.encode_reply(messages[int(piece)]["content"]) if k % 2 else self.encode_trusted(piece)
@@ -134,32 +120,33 @@ class Tokenizer:
         They come from the tokenizer's own chat template. `text` is cut so that there are at most `max_tokens` tokens,
         provided that the template's own tokens fit. Raises `UserError` like `chat`.
         """
-        marks = ["CONTENT0PLACEHOLDER", "CONTENT1PLACEHOLDER", "CONTENT2PLACEHOLDER"]
-        roles = ("user", "assistant", "user")
-        messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-        rendered = self._render(messages, add_generation_prompt=True)
-        if marks[1] not in rendered or marks[2] not in rendered:
-            raise UserError(f"tokenizer {self.name}: chat_template leaves out message 1 or 2 of user, assistant, user")
-        header, footer = map(self.encode_trusted, rendered.split(marks[1])[1].split(marks[2]))
+        messages = [{"role": role, "content": ""} for role in ("user", "assistant", "user")]
+        rendered = self._render_marked(messages, add_generation_prompt=True)
+        after_reply = rendered.partition("CONTENT1PLACEHOLDER")[2]
+        header, footer = map(self.encode_trusted, after_reply.split("CONTENT2PLACEHOLDER"))
         header = header[1:] if header and header[0] in self.stop_ids else header  # the model samples the stop token
         return header + self.encode_foreign(text)[: max(0, max_tokens - len(header) - len(footer))] + footer
 
-    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-        """The chat as text, without the thought that some templates open for the model."""
+    def _render_marked(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+        """The chat as text, with CONTENT{i}PLACEHOLDER for the content of message i.
+
+        Without the thought that some templates open for the model. Raises `UserError` like `chat`.
+        """
         if not getattr(self.hf, "chat_template", None):
             raise UserError(f"tokenizer {self.name}: no chat_template found, one is needed to write prompts")
         # Other keys of a message would be untrusted text that the template may write.
-        messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+        marked = [{"role": m["role"], "content": f"CONTENT{i}PLACEHOLDER"} for i, m in enumerate(messages)]
         try:
-            rendered = self.hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            rendered = self.hf.apply_chat_template(marked, tokenize=False, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # jinja's, or whatever the template's expressions raise
             raise UserError(
                 f"tokenizer {self.name}: chat_template cannot be rendered ({first_line(error)}), accepted: one for "
                 "messages with role and content"
             ) from error
         assert isinstance(rendered, str)  # because of tokenize=False
+        missing = [i for i in range(len(messages)) if f"CONTENT{i}PLACEHOLDER" not in rendered]
+        if missing:
+            raise UserError(f"tokenizer {self.name}: chat_template leaves out message {missing[0]}")
         return _BEGUN.sub("", rendered) if add_generation_prompt else rendered
 
     def encode_reply(self, text: str) -> list[int]:
@@ -189,7 +176,7 @@ def _token_bytes(hf: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
 
     Our tags count as text even if the vocabulary marks them special: `decode` would skip a control token.
     """
-    alphabet, added = byte_level_alphabet(), hf.added_tokens_decoder
+    alphabet, added = {character: byte for byte, character in bytes_to_unicode().items()}, hf.added_tokens_decoder
     control = set(hf.all_special_ids) | {i for i, token in added.items() if token.special}
     control -= {i for i, token in added.items() if TAG.fullmatch(token.content)}
     vocabulary = hf.get_vocab()

@@ -66,7 +66,7 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
     except OSError as error:
         # Rewards and retrievers raise such errors too, of other files and of connections.
         in_workdir = error.filename and Path(str(error.filename)).absolute().is_relative_to(Path(workdir).absolute())
-        if processes.lost(error) or not (in_workdir or error.errno in cli.OF_DISK):
+        if processes.is_lost(error) or not (in_workdir or error.errno in cli.OF_DISK):
             raise
         raise UserError(
             f"{error.filename or workdir}: cannot be read or written ({error.strerror or error}); the same command "

@@ -1,6 +1,7 @@
 """BERT in Flax NNX, loaded from a Hugging Face directory.
 
-Letters in shapes: B rows, T positions, D width, N heads, H head dim, F mlp, V words, L layers. The layers are stacked
+Letters in shapes: B rows, T positions, D width, N heads, F mlp, V words, P learned positions,
+Y token types, L layers. The layers are stacked
 on a leading axis L and run by one `lax.scan`; one matrix product computes query, key and value.
 """
 
@@ -20,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 
 from retrieval.protocol import CorpusError, read_object
 
-NEG_INF = -1e30  # finite: the softmax of a row of -inf would be NaN
 NUMBERS = {
     "vocab_rows": "vocab_size",
     "width": "hidden_size",
@@ -50,7 +50,7 @@ class Bert(nnx.Module):
     """The encoder without its pooler. `__call__` returns the last hidden states."""
 
     def __init__(self, config: BertConfig, weights: dict[str, np.ndarray], dtype: Any = jnp.float32):
-        """`weights`: the arrays of `shapes(config)`. They are stored, and computed with, in `dtype`."""
+        """`weights`: the arrays of `weight_shapes(config)`. They are stored, and computed with, in `dtype`."""
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.weights = nnx.Dict({name: nnx.Param(jnp.asarray(value, dtype)) for name, value in weights.items()})
 
@@ -60,80 +60,60 @@ class Bert(nnx.Module):
         B, T = ids.shape
         x = w["words"][ids] + w["positions"][:T] + w["types"][0]
         x = _layer_norm(x, w["embedding_scale"], w["embedding_bias"], c.norm_eps)
-        H = c.width // c.heads
-        mask = jnp.where(jnp.arange(T) < lengths[:, None], 0.0, NEG_INF)  # [B, T]
-        mask = jnp.repeat(mask, c.heads, axis=0)[:, None]  # [B N, 1, T]
 
         def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
             x = x.reshape(B * T, c.width)  # XLA's products of two-dimensional arrays are its fastest on a CPU
-            qkv = _dense(x, p["qkv_kernel"], p["qkv_bias"]).reshape(B, T, 3, c.heads, H)
-            q, k, v = qkv.transpose(2, 0, 3, 1, 4).reshape(3, B * c.heads, T, H)
-            scores = jnp.einsum("ath,ash->ats", q, k, preferred_element_type=jnp.float32) / math.sqrt(H) + mask
-            # Dividing by the sum after the product with v takes T / H times fewer divisions.
-            weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-            mixed = jnp.einsum("ats,ash->ath", weights.astype(self.dtype), v, preferred_element_type=jnp.float32)
-            mixed = (mixed / weights.sum(-1, keepdims=True)).astype(self.dtype)
-            mixed = mixed.reshape(B, c.heads, T, H).transpose(0, 2, 1, 3).reshape(B * T, c.width)
+            qkv = _dense(x, p["qkv_kernel"], p["qkv_bias"]).reshape(B, T, 3, c.heads, c.width // c.heads)
+            q, k, v = jnp.moveaxis(qkv, 2, 0)
+            mixed = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths).reshape(B * T, c.width)
             out = _dense(mixed, p["out_kernel"], p["out_bias"])
             x = _layer_norm(x + out, p["attention_scale"], p["attention_bias"], c.norm_eps)
             hidden = _dense(x, p["up_kernel"], p["up_bias"])
-            hidden = (
-                hidden * 0.5 * (1 + jax.lax.erf(hidden * math.sqrt(0.5)))
-            )  # GELU; jax.nn's erfc is slower on a CPU
+            # GELU; jax.nn's erfc is slower on a CPU.
+            hidden = hidden * 0.5 * (1 + jax.lax.erf(hidden * math.sqrt(0.5)))
             out = _dense(hidden, p["down_kernel"], p["down_bias"])
             x = _layer_norm(x + out, p["mlp_scale"], p["mlp_bias"], c.norm_eps)
             return x.reshape(B, T, c.width), None
 
-        return jax.lax.scan(layer, x, {name: w[name] for name in LAYER_TABLE})[0]
+        return jax.lax.scan(layer, x, {name: w[name] for name in LAYER_WEIGHTS})[0]
 
 
-Read = Callable[[str], np.ndarray]
-EMBEDDING_TABLE = {
-    "words": "embeddings.word_embeddings.weight",
-    "positions": "embeddings.position_embeddings.weight",
-    "types": "embeddings.token_type_embeddings.weight",
-    "embedding_scale": "embeddings.LayerNorm.weight",
-    "embedding_bias": "embeddings.LayerNorm.bias",
+# Our name -> the letters of its shape, and its names in the file, with L in each layer. Kernels are transposed;
+# the arrays of several names are concatenated.
+WEIGHTS: dict[str, tuple[str, ...]] = {
+    "words": ("V D", "embeddings.word_embeddings.weight"),
+    "positions": ("P D", "embeddings.position_embeddings.weight"),
+    "types": ("Y D", "embeddings.token_type_embeddings.weight"),
+    "embedding_scale": ("D", "embeddings.LayerNorm.weight"),
+    "embedding_bias": ("D", "embeddings.LayerNorm.bias"),
+    "qkv_kernel": ("L D 3D", *(f"attention.self.{part}.weight" for part in ("query", "key", "value"))),
+    "qkv_bias": ("L 3D", *(f"attention.self.{part}.bias" for part in ("query", "key", "value"))),
+    "out_kernel": ("L D D", "attention.output.dense.weight"),
+    "out_bias": ("L D", "attention.output.dense.bias"),
+    "attention_scale": ("L D", "attention.output.LayerNorm.weight"),
+    "attention_bias": ("L D", "attention.output.LayerNorm.bias"),
+    "up_kernel": ("L D F", "intermediate.dense.weight"),
+    "up_bias": ("L F", "intermediate.dense.bias"),
+    "down_kernel": ("L F D", "output.dense.weight"),
+    "down_bias": ("L D", "output.dense.bias"),
+    "mlp_scale": ("L D", "output.LayerNorm.weight"),
+    "mlp_bias": ("L D", "output.LayerNorm.bias"),
 }
-# Our name -> the names in a layer of the file. Kernels are transposed; the arrays of several names are concatenated.
-LAYER_TABLE: dict[str, tuple[str, ...]] = {
-    "qkv_kernel": tuple(f"attention.self.{part}.weight" for part in ("query", "key", "value")),
-    "qkv_bias": tuple(f"attention.self.{part}.bias" for part in ("query", "key", "value")),
-    "out_kernel": ("attention.output.dense.weight",),
-    "out_bias": ("attention.output.dense.bias",),
-    "attention_scale": ("attention.output.LayerNorm.weight",),
-    "attention_bias": ("attention.output.LayerNorm.bias",),
-    "up_kernel": ("intermediate.dense.weight",),
-    "up_bias": ("intermediate.dense.bias",),
-    "down_kernel": ("output.dense.weight",),
-    "down_bias": ("output.dense.bias",),
-    "mlp_scale": ("output.LayerNorm.weight",),
-    "mlp_bias": ("output.LayerNorm.bias",),
-}
+LAYER_WEIGHTS = tuple(name for name, (letters, *_) in WEIGHTS.items() if letters.startswith("L"))
 
 
-def shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
+def weight_shapes(c: BertConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every array of `Bert`."""
-    D, F, L = config.width, config.mlp, config.layers
-    return {
-        "words": (config.vocab_rows, D),
-        "positions": (config.positions, D),
-        "types": (config.types, D),
-        "embedding_scale": (D,),
-        "embedding_bias": (D,),
-        "qkv_kernel": (L, D, 3 * D),
-        "qkv_bias": (L, 3 * D),
-        "out_kernel": (L, D, D),
-        "out_bias": (L, D),
-        "attention_scale": (L, D),
-        "attention_bias": (L, D),
-        "up_kernel": (L, D, F),
-        "up_bias": (L, F),
-        "down_kernel": (L, F, D),
-        "down_bias": (L, D),
-        "mlp_scale": (L, D),
-        "mlp_bias": (L, D),
+    sizes = {
+        "V": c.vocab_rows,
+        "P": c.positions,
+        "Y": c.types,
+        "L": c.layers,
+        "D": c.width,
+        "3D": 3 * c.width,
+        "F": c.mlp,
     }
+    return {name: tuple(sizes[letter] for letter in letters.split()) for name, (letters, *_) in WEIGHTS.items()}
 
 
 def load_bert(directory: Path, dtype: Any = jnp.float32) -> Bert:
@@ -143,20 +123,20 @@ def load_bert(directory: Path, dtype: Any = jnp.float32) -> Bert:
       CorpusError: another architecture, or a file or an array that is missing or of another shape.
     """
     config = read_config(directory / "config.json")
-    read, where = _reader(directory)
-    weights = {ours: read(theirs) for ours, theirs in EMBEDDING_TABLE.items()}
-    for ours, names in LAYER_TABLE.items():
-        layers = []
-        for i in range(config.layers):
-            parts = [read(f"encoder.layer.{i}.{name}") for name in names]
-            layers.append([part.T if part.ndim == 2 else part for part in parts])
+    read, path = _open_weights(directory)
+    weights = {}
+    for ours, expected in weight_shapes(config).items():
+        _, *names = WEIGHTS[ours]
+        is_layer = ours in LAYER_WEIGHTS
+        prefixes = [f"encoder.layer.{i}." for i in range(config.layers)] if is_layer else [""]
+        arrays = [[read(prefix + name) for name in names] for prefix in prefixes]
         try:
-            weights[ours] = np.stack([np.concatenate(parts, axis=-1) for parts in layers])
+            stacked = np.stack([np.concatenate([a.T if is_layer else a for a in parts], axis=-1) for parts in arrays])
         except ValueError as error:
-            raise CorpusError(f"{where}: {names[0]} of some layer has another shape ({error})") from None
-    for ours, expected in shapes(config).items():
+            raise CorpusError(f"{path}: {names[0]} of some layer has another shape ({error})") from None
+        weights[ours] = stacked if is_layer else stacked[0]
         if weights[ours].shape != expected:
-            raise CorpusError(f"{where}: {ours} has shape {weights[ours].shape}, config.json says {expected}")
+            raise CorpusError(f"{path}: {ours} has shape {weights[ours].shape}, config.json says {expected}")
     return Bert(config, weights, dtype)
 
 
@@ -189,7 +169,7 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def _reader(directory: Path) -> tuple[Read, Path]:
+def _open_weights(directory: Path) -> tuple[Callable[[str], np.ndarray], Path]:
     """A function that reads an array by name as float32, and the first file. The files may prefix names by `bert.`."""
     sources: dict[str, Any] = {}
     files = weight_files(directory)

@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 import shutil
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +28,6 @@ from retrieval.protocol import CorpusError, Passage, as_utf8, read_object
 VERSION = 1  # raise it with any change to the vectors: older indexes are then refused
 # Tokens per text, special ones included: small steps at common lengths, for little padding.
 LENGTHS = (8, 12, 16, 24, 32, 40, 48, 56, *range(64, 256, 16), *range(256, 513, 64))
-TOKENIZED_AT_ONCE = 4096
-BATCHES_AHEAD = 64  # dispatched to the device before the first is read back
 LEAST_CAPABILITY = 8.0  # the lowest NVIDIA compute capability with bfloat16 matrix products
 FOLDER = "encoder_model"  # in an index directory
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
@@ -75,8 +72,8 @@ class BertEncoder:
         """`settings`: the identity without `dimensions` and `weights`; `from_model` explains the fields."""
         self._directory, self._settings = directory, settings
         self._model = load_bert(directory, settings["dtype"])
-        self._weights = weights_digest(directory)
-        self._tokenizer = load_tokenizer(directory, self._model.config.vocab_rows)
+        self._weights = _digest_weights(directory)
+        self._tokenizer = _load_tokenizer(directory, self._model.config.vocab_rows)
         self._lengths = [n for n in LENGTHS if n < settings["max_tokens"]] + [settings["max_tokens"]]
         devices = jax.local_devices()
         mesh = Mesh(np.array(devices), ("data",))
@@ -85,13 +82,11 @@ class BertEncoder:
             -(-rows // len(devices)) * len(devices) for rows in (pace.query_rows, pace.passage_rows)
         )
         self.block_rows = pace.block_rows  # of passages, see `Encoder`
-        self._place_rows = NamedSharding(mesh, PartitionSpec("data"))
+        self._row_sharding = NamedSharding(mesh, PartitionSpec("data"))
         graphdef, state = nnx.split(self._model)
         self._state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-        self.compiled = 0  # number of programs
 
         def encode(state: nnx.State, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-            self.compiled += 1  # runs only while tracing
             return _embed(nnx.merge(graphdef, state), ids, lengths, settings["pooling"])
 
         self._encode = jax.jit(encode)
@@ -103,7 +98,6 @@ class BertEncoder:
         *,
         query_prefix: str | None = None,
         passage_prefix: str | None = None,
-        max_tokens: int | None = None,
         dtype: str | None = None,
         pace: Pace | None = None,
     ) -> BertEncoder:
@@ -111,7 +105,6 @@ class BertEncoder:
 
         Args:
           query_prefix, passage_prefix: put before every text; None: by the model's name (E5, BGE), otherwise "".
-          max_tokens: the length at which texts are cut; None: the directory's setting. At most the model's positions.
           dtype: float32 or bfloat16 for the layers; pooling and norms stay float32. None: that of `pace`.
           pace: None: that of this process's devices.
 
@@ -126,17 +119,17 @@ class BertEncoder:
         words = re.split(r"[^a-z0-9]+", name.lower())  # not "lr2e5", which ends the names of many runs
         query, passage = next((v for part, v in PREFIXES.items() if part in words), ("", ""))
         positions = read_config(directory / "config.json").positions
-        own = _if_there(directory / LENGTH_FILE).get("max_seq_length") or LENGTHS[-1]
-        if not isinstance(own, int) or own < 3:
-            raise CorpusError(f"{directory / LENGTH_FILE}: max_seq_length is {own!r}, accepted: an integer above 2")
+        length = _read_if_exists(directory / LENGTH_FILE).get("max_seq_length") or LENGTHS[-1]
+        if not isinstance(length, int) or length < 3:
+            raise CorpusError(f"{directory / LENGTH_FILE}: max_seq_length is {length!r}, accepted: an integer above 2")
         settings = {
             "name": cls.name,
             "version": VERSION,
             "model": name,
-            "pooling": _pooling(directory),
+            "pooling": _read_pooling(directory),
             "query_prefix": query if query_prefix is None else query_prefix,
             "passage_prefix": passage if passage_prefix is None else passage_prefix,
-            "max_tokens": min(max_tokens or own, positions),
+            "max_tokens": min(length, positions),
             "dtype": dtype or (pace or pace_of(jax.local_devices()[0])).dtype,
         }
         return cls(directory, settings, pace)
@@ -185,29 +178,21 @@ class BertEncoder:
         out = np.zeros((len(texts), self.dimensions), np.float32)
         nonempty = np.array([row for row, text in enumerate(texts) if text.strip()], int)
         ids = self._tokenize([prefix + texts[int(row)] for row in nonempty])
-        pending: deque[tuple[np.ndarray, jax.Array]] = deque()
-
-        def read_back() -> None:
-            batch, vectors = pending.popleft()
+        # All are dispatched before the first is read back, so that the device does not wait for the host.
+        pending = [
+            (batch, self._dispatch([ids[row] for row in batch], batch_rows, length))
+            for batch, length in batches(np.array([len(row) for row in ids], int), self._lengths, batch_rows)
+        ]
+        for batch, vectors in pending:
             out[nonempty[batch]] = np.asarray(vectors)[: len(batch)]
-
-        for batch, length in batches(np.array([len(row) for row in ids], int), self._lengths, batch_rows):
-            # Dispatch ahead, so that the device does not wait for the host.
-            pending.append((batch, self._dispatch([ids[row] for row in batch], batch_rows, length)))
-            if len(pending) > BATCHES_AHEAD:
-                read_back()
-        while pending:
-            read_back()
         return out
 
     def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
         """The token ids of each text, cut to the longest bucket."""
-        ids: list[np.ndarray] = []
-        for start in range(0, len(texts), TOKENIZED_AT_ONCE):
-            clean = [as_utf8(text) for text in texts[start : start + TOKENIZED_AT_ONCE]]
-            rows = self._tokenizer(clean, truncation=True, max_length=self._lengths[-1])["input_ids"]
-            ids += [np.array(row, np.int32) for row in rows]
-        return ids
+        if not texts:
+            return []
+        rows = self._tokenizer([as_utf8(text) for text in texts], truncation=True, max_length=self._lengths[-1])
+        return [np.array(row, np.int32) for row in rows["input_ids"]]
 
     def _dispatch(self, ids: list[np.ndarray], rows: int, length: int) -> jax.Array:
         padded = np.zeros((rows, length), np.int32)
@@ -215,12 +200,12 @@ class BertEncoder:
         for row, tokens in enumerate(ids):
             padded[row, : len(tokens)] = tokens
             lengths[row] = len(tokens)
-        padded, lengths = jax.device_put((padded, lengths), self._place_rows)
+        padded, lengths = jax.device_put((padded, lengths), self._row_sharding)
         with jax.default_matmul_precision("highest" if self._settings["dtype"] == "float32" else "default"):
             return self._encode(self._state, padded, lengths)
 
 
-def load_tokenizer(directory: Path, vocab_rows: int) -> Any:
+def _load_tokenizer(directory: Path, vocab_rows: int) -> Any:
     """Load the tokenizer of a model's directory. Raises `CorpusError` if it is unreadable or larger than the model."""
     from transformers import AutoTokenizer
 
@@ -264,18 +249,18 @@ def _refuse_other_modules(directory: Path) -> None:
     """Raises `CorpusError` for a sentence-transformers model with a module that this encoder would leave out."""
     path = directory / "modules.json"
     try:
-        listed = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-        modules = [str(module["type"]).rpartition(".")[2] for module in listed]
+        entries = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        modules = [str(entry["type"]).rpartition(".")[2] for entry in entries]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise CorpusError(f"{path}: cannot be read ({error}), accepted: a list of modules with types") from None
     if others := [module for module in modules if module not in MODULES]:
         raise CorpusError(f"{path}: has a module {others[0]}, accepted: {', '.join(MODULES)}")
 
 
-def _pooling(directory: Path) -> str:
+def _read_pooling(directory: Path) -> str:
     """Either "mean" (the default) or "cls". Raises `CorpusError` for any other pooling."""
     path = directory / POOLING
-    raw = _if_there(path)
+    raw = _read_if_exists(path)
     modes = {
         key.removeprefix("pooling_mode_") for key, value in raw.items() if key.startswith("pooling_mode_") and value
     }
@@ -293,12 +278,12 @@ def _model_name(directory: Path) -> str:
     return resolved.name
 
 
-def _if_there(path: Path) -> dict[str, Any]:
+def _read_if_exists(path: Path) -> dict[str, Any]:
     """The JSON object in a file, or {} if the file does not exist."""
     return read_object(path) if path.is_file() else {}
 
 
-def weights_digest(directory: Path) -> str:
+def _digest_weights(directory: Path) -> str:
     """A digest of a model directory's weights."""
     digest = hashlib.sha256()
     for path in weight_files(directory):

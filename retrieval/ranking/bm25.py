@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -25,13 +24,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import regex
 from sklearn.feature_extraction.text import CountVectorizer
 from tqdm import tqdm
 
 from retrieval.protocol import CorpusError, Passage
-from retrieval.ranking.index import nothing_found
+from retrieval.ranking.index import empty_result
 
-VERSION = 5  # raise it with any change to scores or files: older indexes are then refused
+VERSION = 6  # raise it with any change to scores or files: older indexes are then refused
 SCORE_DECIMALS = 4
 K1, B = 1.2, 0.75
 # A title counts as three occurrences in the text: with 994 HotpotQA passages, 0.72 of the supporting passages are then
@@ -44,7 +44,9 @@ STOP_WORDS = frozenset(
 )
 WORDS = "words.json"
 BLOCK_ROWS = 2**18  # passages scored at a time: their sums stay in a core's cache
-_WORD = re.compile(r"\w+")
+_WORD = regex.compile(r"[\w\p{M}]+")
+# Accents and other marks, soft hyphens, joiners and byte order marks; a space of no width separates words.
+_ACCENTS = regex.compile(r"[\P{ccc=0}\p{Me}\p{VS}]|(?!\u200b)\p{Cf}")
 
 
 class Postings(NamedTuple):
@@ -102,25 +104,25 @@ class Bm25Ranker:
             raise CorpusError(f"{directory}: made as {identity}, this program reads {cls.identity}; build it again")
         try:
             vocabulary = json.loads((directory / WORDS).read_bytes())
-            starts, held, weights = (
+            starts, rows_of, weights = (
                 np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in Postings._fields
             )
             # A posting outside the corpus would end a search long after the start.
             valid = (
-                (len(starts), len(held), len(weights)) == (len(vocabulary) + 1, starts[-1], starts[-1])
+                (len(starts), len(rows_of), len(weights)) == (len(vocabulary) + 1, starts[-1], starts[-1])
                 and (starts[0], np.diff(starts).min() > 0) == (0, True)
-                and held.dtype == np.int32
-                and 0 <= held.min() <= held.max() < rows
+                and rows_of.dtype == np.int32
+                and 0 <= rows_of.min() <= rows_of.max() < rows
             )
         except (OSError, EOFError, ValueError, TypeError, IndexError) as error:
             raise CorpusError(f"{directory}: the BM25 index cannot be read ({error}); build it again") from None
         if not valid:
             raise CorpusError(f"{directory}: the files are not of one index of {rows} passages; build it again")
-        return cls(vocabulary, Postings(starts, held, weights), rows)
+        return cls(vocabulary, Postings(starts, rows_of, weights), rows)
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Ranker.rank`; a score is the sum of the weights of a query's words, and only scores above 0 count."""
-        ids, scores = nothing_found(len(queries), k)
+        ids, scores = empty_result(len(queries), k)
 
         def search(number: int) -> None:
             rows, units = self._search(queries[number], k)
@@ -132,11 +134,11 @@ class Bm25Ranker:
 
     def _search(self, query: str, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The at most k best rows of one query, best first, and their scores times 10**SCORE_DECIMALS."""
-        found = Counter(self._numbers[word] for word in words(query) if word in self._numbers)
+        counts = Counter(self._numbers[word] for word in words(query) if word in self._numbers)
         postings = []  # of each word: rows, weights
-        for number in sorted(found):  # so that the order of words does not change the last bits of a sum
+        for number in sorted(counts):  # so that the order of words does not change the last bits of a sum
             span = slice(self._postings.starts[number], self._postings.starts[number + 1])
-            postings.append((self._postings.rows[span], self._postings.weights[span] * np.float64(found[number])))
+            postings.append((self._postings.rows[span], self._postings.weights[span] * np.float64(counts[number])))
         best, best_units = np.zeros(0, np.int64), np.zeros(0)
         for first in range(0, self.rows if postings else 0, BLOCK_ROWS):
             sums = np.zeros(min(BLOCK_ROWS, self.rows - first))
@@ -156,33 +158,12 @@ class Bm25Ranker:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words of letters, digits and underscores, with vowel signs and without accents."""
-    lower = text.lower()
-    if lower.isascii():
-        return _WORD.findall(lower)
-    # Decomposed first: the decomposition of some signs, such as ™, has capitals.
-    return unicodedata.normalize("NFKD", text).casefold().translate(_LETTERS).split()
+    """Lower-case words of letters, digits and underscores, with vowel signs and without accents.
 
-
-class _Letters(dict[int, str]):
-    """A table for `str.translate`, filled as characters are met: "" for accents and other signs, " " between words.
-
-    The vowel signs of Indic and Thai words are marks (category M), which `\\w` does not match, but not accents.
+    The vowel signs of Indic and Thai words are marks, but not accents.
     """
-
-    def __missing__(self, code: int) -> str:
-        letter = chr(code)
-        category, name = unicodedata.category(letter), unicodedata.name(letter, "")
-        if unicodedata.combining(letter) or category == "Me" or "VARIATION SELECTOR" in name:
-            self[code] = ""
-        elif category == "Cf" and name != "ZERO WIDTH SPACE":  # soft hyphens, joiners, byte order marks
-            self[code] = ""
-        else:
-            self[code] = letter if letter.isalnum() or letter == "_" or category.startswith("M") else " "
-        return self[code]
-
-
-_LETTERS = _Letters()
+    # Decomposed first: the decomposition of some signs, such as ™, has capitals.
+    return _WORD.findall(_ACCENTS.sub("", unicodedata.normalize("NFKD", text).casefold()))
 
 
 def _weigh(counts: Any, lengths: np.ndarray) -> Postings:

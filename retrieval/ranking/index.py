@@ -1,31 +1,30 @@
-"""ScaNN over passage vectors: exact for small corpora, a tree with quantised scores for large ones, shards merged.
+"""ScaNN over passage vectors: exact for small corpora, a tree with quantised scores for large ones.
 
 The final scores are always exact inner products of ScaNN's candidates, so that a replayed search gives equal results.
 """
 
 from __future__ import annotations
 
+import bisect
 import errno
-import logging
+import functools
 import math
 import os
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
 from retrieval.protocol import CorpusError, Encoder, RetrievalError
 
-logger = logging.getLogger("retrieval")
-_WORDS = threading.RLock()
+_STDERR = threading.RLock()
 EXACT_BELOW_ROWS = 100_000  # below, a tree lost recall and saved no time
 MIN_TREE_ROWS = 16  # the fewest that ScaNN's quantiser can be trained on
 SCORE_DECIMALS = 4
@@ -43,17 +42,6 @@ class TreeSettings:
     reordered: int  # candidates per query that are scored again from an 8-bit copy
     dimensions_per_block: int  # of the quantiser: more give smaller, coarser codes
     soar_lambda: float = 1.5  # weight of the spilled second partition (Sun et al. 2023, SOAR)
-
-
-class VectorIndex(Protocol):
-    """The interface that `DenseRanker` needs: `ScannIndex` or `ShardedIndex`."""
-
-    rows: int
-    dimensions: int
-
-    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `ScannIndex.search`."""
-        ...
 
 
 class ScannIndex:
@@ -86,28 +74,21 @@ class ScannIndex:
     def load(cls, directory: Path, vectors: np.ndarray, tree: TreeSettings) -> ScannIndex:
         """Open the index that `save` wrote into `directory`, over the same `vectors` [N, D].
 
-        If a damaged tree makes ScaNN abort the process, its output stays in a file in the parent of `directory`, or in
-        the system's temporary folder if that parent is not writable. Raises `CorpusError` if ScaNN reports an error.
+        Raises `CorpusError` if ScaNN reports an error; a damaged tree can also make it abort the process.
         """
-        place = directory.parent if os.access(directory.parent, os.W_OK) else Path(tempfile.gettempdir())
-        log = place / f"scann-opening-{os.getpid()}.log"
         try:
-            with redirect_stderr(log):
-                searcher = _scann().scann_ops_pybind.load_searcher(str(directory))
-            logger.debug("%s: ScaNN says: %s", directory, log.read_text(errors="replace"))
+            with redirect_stderr():
+                searcher = _import_scann().scann_ops_pybind.load_searcher(str(directory))
         except RuntimeError as error:
             raise CorpusError(f"{directory}: ScaNN cannot open it ({error}); build the index again") from None
-        finally:
-            log.unlink(missing_ok=True)
         return cls(vectors, searcher, tree)
 
     def save(self, directory: Path, log: Path | None = None) -> None:
-        """Write the tree into the new `directory`; an exact index has no tree and writes nothing.
+        """Write the tree into the new `directory`. ScaNN's output is appended to `log`.
 
-        Raises `OSError` when the disk has not enough space. ScaNN's output is appended to `log`.
+        Raises `OSError` when the disk has not enough space.
         """
-        if self.tree is None:
-            return
+        assert self.tree is not None
         directory.mkdir()
         needed = tree_bytes(self.rows, self.dimensions, self.tree)
         free = shutil.disk_usage(directory).free
@@ -138,12 +119,12 @@ class ScannIndex:
             raise ValueError(f"k is {k}, expected at least 1")
         if not np.isfinite(queries).all():
             raise RetrievalError("a query vector is not finite: the encoder overflowed or its weights are damaged")
-        ids, scores = nothing_found(len(queries), k)
+        ids, scores = empty_result(len(queries), k)
         pending, candidates = np.flatnonzero(queries.any(axis=1)), k + SPARE_CANDIDATES
         limit = min(self.rows, max(candidates, MAX_CANDIDATES))
         while pending.size:
             candidates = min(candidates, limit)
-            rows, values = self._rescored(queries[pending], candidates)
+            rows, values = self._rescore(queries[pending], candidates)
             width = min(k, candidates)
             ids[pending, :width], scores[pending, :width] = rows[:, :width], values[:, :width]
             # When the k-th score ties with the last candidate's, rows beyond the cut may tie too: fetch more.
@@ -152,7 +133,7 @@ class ScannIndex:
             candidates *= 4
         return ids, scores
 
-    def _rescored(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _rescore(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The `count` best rows [Q, count] by ScaNN, scored exactly, rounded and ordered by (-score, row).
 
         ScaNN's own scores vary in the last bits with the batch size, so a replay would order ties differently.
@@ -177,34 +158,13 @@ class ScannIndex:
             scores[block] = np.einsum("qcd,qd->qc", self.vectors[rows[block]], queries[block], dtype=np.float64)
         scores = np.where(missing, -np.inf, np.round(scores, SCORE_DECIMALS) + 0.0)  # + 0.0: no negative zero
         rows[missing] = -1
-        return best_first(rows, scores)
-
-
-class ShardedIndex:
-    """Indexes over consecutive slices of one corpus, searched as one with continuous row numbers."""
-
-    def __init__(self, parts: Sequence[VectorIndex]):
-        self.parts = list(parts)
-        self.rows = sum(part.rows for part in self.parts)
-        self.dimensions = self.parts[0].dimensions
-        if any(part.dimensions != self.dimensions for part in self.parts):
-            raise CorpusError(f"the shards have {[part.dimensions for part in self.parts]} dimensions, expected equal")
-
-    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `ScannIndex.search`; exact scores in every shard make the merge exact."""
-        results, first_row = [], 0
-        for part in self.parts:
-            ids, scores = part.search(queries, k)
-            results.append((np.where(ids >= 0, ids + first_row, -1), scores))
-            first_row += part.rows
-        ids, scores = best_first(*(np.concatenate(arrays, axis=1) for arrays in zip(*results, strict=True)))
-        return ids[:, :k], scores[:, :k]
+        return sort_best_first(rows, scores)
 
 
 class DenseRanker:
     """Implements `Ranker`: one encoding and one index search per call."""
 
-    def __init__(self, index: VectorIndex, encoder: Encoder):
+    def __init__(self, index: ScannIndex, encoder: Encoder):
         """Raises `CorpusError` when the encoder's vectors have another width."""
         if encoder.dimensions != index.dimensions:
             raise CorpusError(
@@ -215,9 +175,7 @@ class DenseRanker:
     @property
     def identity(self) -> Any:
         """See `Ranker.identity`."""
-        parts = self.index.parts if isinstance(self.index, ShardedIndex) else [self.index]
-        trees = [asdict(part.tree) for part in parts if isinstance(part, ScannIndex) and part.tree]
-        return {"encoder": self.encoder.identity, "trees": trees}
+        return {"encoder": self.encoder.identity, "tree": asdict(self.index.tree) if self.index.tree else None}
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Ranker.rank`."""
@@ -254,7 +212,7 @@ def tree_bytes(rows: int, dimensions: int, tree: TreeSettings) -> int:
 
 
 def tune(index: ScannIndex, queries: np.ndarray, truth: np.ndarray, target: float) -> ScannIndex:
-    """The index with the fastest search whose `recall` reaches `target`, or with the best recall if none does.
+    """The index with the fastest search whose `measure_recall` reaches `target`, or with the best recall if none does.
 
     Recall grows with the number of searched leaves and of reordered candidates. For every number of candidates,
     bisection gives the fewest leaves that reach the target; the fastest of these pairs is chosen.
@@ -266,25 +224,22 @@ def tune(index: ScannIndex, queries: np.ndarray, truth: np.ndarray, target: floa
     assert index.tree is not None
     k = truth.shape[1]
     ladder = sorted({min(index.tree.leaves, math.ceil(1.3**step)) for step in range(60)})
-    tried: list[tuple[float, float, ScannIndex]] = []  # recall, seconds, index
+    measured: list[tuple[float, float, ScannIndex]] = []  # recall, seconds, index
     for reordered in (16, 32, 64, 128, 256, 512):
         if not k + SPARE_CANDIDATES <= reordered <= index.rows:
             continue
-        low, high = 0, len(ladder) - 1
-        while low < high:
-            middle = (low + high) // 2
-            enough = recall(index.with_search(ladder[middle], reordered), queries, truth) >= target
-            low, high = (low, middle) if enough else (middle + 1, high)
-        candidate = index.with_search(ladder[low], reordered)
-        seconds = min(_seconds(candidate, queries, k) for _ in range(3))
-        tried.append((recall(candidate, queries, truth), seconds, candidate))
-    reaching = [entry for entry in tried if entry[0] >= target]
+        efforts = [index.with_search(leaves, reordered) for leaves in ladder]
+        reach = functools.partial(measure_recall, queries=queries, truth=truth)
+        candidate = efforts[bisect.bisect_left(efforts, target, hi=len(efforts) - 1, key=reach)]
+        seconds = min(_time_search(candidate, queries, k) for _ in range(3))
+        measured.append((measure_recall(candidate, queries, truth), seconds, candidate))
+    reaching = [entry for entry in measured if entry[0] >= target]
     if not reaching:
-        return max(tried, key=lambda entry: entry[0], default=(0, 0, index))[2]
+        return max(measured, key=lambda entry: entry[0], default=(0, 0, index))[2]
     return min(reaching, key=lambda entry: entry[1])[2]
 
 
-def recall(index: VectorIndex, queries: np.ndarray, truth: np.ndarray) -> float:
+def measure_recall(index: ScannIndex, queries: np.ndarray, truth: np.ndarray) -> float:
     """The share of the true best rows `truth` [Q, k] in the results of a search for k rows; ids of -1 are skipped."""
     ids, _ = index.search(queries, truth.shape[1])
     hits = (truth[:, :, None] == ids[:, None, :]).any(axis=2)
@@ -293,24 +248,24 @@ def recall(index: VectorIndex, queries: np.ndarray, truth: np.ndarray) -> float:
 
 def exact_search(vectors: np.ndarray, queries: np.ndarray, k: int, block_rows: int = 2**16) -> np.ndarray:
     """The best rows [Q, k] int64 of `vectors` [N, D] per query [Q, D], by brute force; -1 where k > N."""
-    best, scores = nothing_found(len(queries), k)
+    best, scores = empty_result(len(queries), k)
     for start in range(0, len(vectors), block_rows):
         products = queries @ np.asarray(vectors[start : start + block_rows]).T
         width = min(k, products.shape[1])
         top = np.argpartition(-products, width - 1, axis=1)[:, :width]
         ids = np.concatenate([best, top + start], axis=1)
         values = np.concatenate([scores, np.take_along_axis(products, top, axis=1)], axis=1)
-        best, scores = (array[:, :k] for array in best_first(ids, values))
+        best, scores = (array[:, :k] for array in sort_best_first(ids, values))
     return best
 
 
-def best_first(ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sort_best_first(ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Order each row by descending score, equal scores by ascending id."""
     order = np.lexsort((ids, -scores), axis=1)
     return np.take_along_axis(ids, order, axis=1), np.take_along_axis(scores, order, axis=1)
 
 
-def nothing_found(queries: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+def empty_result(queries: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The empty result: ids of -1 [Q, k] int64 and scores of -inf [Q, k] float32."""
     return np.full((queries, k), -1, np.int64), np.full((queries, k), -np.inf, np.float32)
 
@@ -325,7 +280,7 @@ def refuse_non_finite(vectors: np.ndarray, first_row: int = 0, block_rows: int =
 
 def _build_searcher(vectors: np.ndarray, tree: TreeSettings | None) -> Any:
     """A ScaNN searcher over `vectors` [N, D]: brute force, or tree + quantised scores + reordering."""
-    scann = _scann()
+    scann = _import_scann()
     builder = scann.scann_ops_pybind.builder(vectors, 10, "dot_product")
     if tree is None:
         return builder.score_brute_force().build()
@@ -343,35 +298,35 @@ def _build_searcher(vectors: np.ndarray, tree: TreeSettings | None) -> Any:
     )
 
 
-def _seconds(index: VectorIndex, queries: np.ndarray, k: int) -> float:
+def _time_search(index: ScannIndex, queries: np.ndarray, k: int) -> float:
     start = time.perf_counter()
     index.search(queries, k)
     return time.perf_counter() - start
 
 
-def _scann() -> Any:
+def _import_scann() -> Any:
     """ScaNN, imported late: clients of a remote retriever do not need it."""
     # It imports TensorFlow, for operations that are not used here, and fails if it finds another version than its own.
-    hidden = "tensorflow" not in sys.modules
-    if hidden:
+    is_absent = "tensorflow" not in sys.modules
+    if is_absent:
         sys.modules["tensorflow"] = cast(Any, None)  # an import of it then fails, as if it were not installed
     try:
         import scann
     except ImportError as error:
         raise RetrievalError(f"ScaNN cannot be imported ({error}); install it: pip install scann (Linux)") from None
     finally:
-        if hidden:
+        if is_absent:
             del sys.modules["tensorflow"]
     return scann
 
 
 @contextmanager
-def redirect_stderr(log: Path | None) -> Iterator[None]:
+def redirect_stderr(log: Path | None = None) -> Iterator[None]:
     """Append what ScaNN's C++ writes to file descriptor 2 to `log`, or discard it without one.
 
     One thread at a time, because the process has one such descriptor. Other output to it also goes to the log.
     """
-    with _WORDS, open(log or os.devnull, "ab") as file:
+    with _STDERR, open(log or os.devnull, "ab") as file:
         sys.stderr.flush()
         saved = os.dup(2)
         os.dup2(file.fileno(), 2)

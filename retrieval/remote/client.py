@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tenacity
 
 from retrieval.protocol import Passage, RetrievalError, as_utf8, in_background
-from retrieval.remote.wire import NO_DESCRIPTION, Wire, first_line, read_description, read_rankings
+from retrieval.remote.wire import Description, Wire, first_line, read_description, read_rankings
 
 log = logging.getLogger("retrieval")
 RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
@@ -31,14 +31,11 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Replica:
-    """One address and its state as seen by this client."""
+    """One address, and its failures as seen by this client."""
 
     url: str
-    load: int = 0  # requests in flight from this client
     failures: int = 0  # in a row
     rests_until: float = 0.0  # monotonic clock: asked last before that time
-    # Starts as a random negative number, so that clients that start together begin with different replicas.
-    last_asked: float = field(default_factory=lambda: -random.random())
 
 
 class HttpRetriever:
@@ -49,14 +46,17 @@ class HttpRetriever:
 
         Args:
           urls: replicas of one index, like http://127.0.0.1:8000/retrieve, separated by commas. A batch is split over
-            the replicas. Each part goes to the replica with the lowest load, and to the next one when that fails.
+            the replicas. Each part goes to the next one in turn, and to another when that fails.
           timeout_s: for a complete answer.
           retry_deadline_s: how long one search is retried, with increasing waits, before it fails.
           token: sent as a bearer token.
         """
         self._replicas = [Replica(url.strip()) for url in urls.split(",")]
         self._urls = ", ".join(replica.url for replica in self._replicas)
-        self._lock = threading.Lock()  # guards the state of the replicas
+        self._lock = threading.Lock()  # guards the state of the replicas and `_turns`
+        self._turns = random.randrange(
+            len(self._replicas)
+        )  # clients that start together begin with different replicas
         self._retry_deadline_s = retry_deadline_s
         self._wire = Wire(len(self._replicas), timeout_s, token)
 
@@ -69,7 +69,7 @@ class HttpRetriever:
         cleaned = [" ".join(as_utf8(query).split())[:QUERY_CHARS] for query in queries]
         sent = list(dict.fromkeys(filter(None, cleaned)))
         share = max(MIN_QUERIES_PER_REPLICA, -(-len(sent) // len(self._replicas)))
-        parts = list(_requests(sent, min(QUERIES_PER_REQUEST, max(1, ROWS_PER_REQUEST // max(1, k)), share)))
+        parts = list(_split_requests(sent, min(QUERIES_PER_REQUEST, max(1, ROWS_PER_REQUEST // max(1, k)), share)))
         given_up = threading.Event()
         remaining = iter(enumerate(parts))
         answers: list[list[list[Passage]]] = [[] for _ in parts]
@@ -88,8 +88,8 @@ class HttpRetriever:
                 future.result()
         finally:
             given_up.set()  # when one part failed for good, do not wait for the others
-        found = [ranking for answer in answers for ranking in answer]
-        rankings = dict(zip(sent, found, strict=True))
+        received = [ranking for answer in answers for ranking in answer]
+        rankings = dict(zip(sent, received, strict=True))
         return [list(rankings.get(query, ())) for query in cleaned]
 
     def describe(self) -> dict[str, Any]:
@@ -99,8 +99,8 @@ class HttpRetriever:
             info = url.rsplit("/", 1)[0] + "/info"
             status, data = self._wire.request("GET", info)
             if status in WITHOUT_INFO:
-                return NO_DESCRIPTION
-            _refuse(info, status, data)
+                return Description().model_dump()
+            _check_status(info, status, data)
             return read_description(data)
 
         description = self._ask_with_retries(ask, threading.Event())
@@ -120,7 +120,7 @@ class HttpRetriever:
 
         def ask(url: str) -> list[list[Passage]]:
             status, data = self._wire.request("POST", url, body)
-            _refuse(url, status, data)
+            _check_status(url, status, data)
             try:
                 return read_rankings(data, len(queries), k)
             except ValueError as error:
@@ -160,38 +160,30 @@ class HttpRetriever:
 
     def _ask_each(self, ask: Callable[[str], T]) -> T:
         """The answer of the first replica that gives one. Raises the error of the last if none does."""
-        asked: list[Replica] = []
-        while True:
-            replica = self._acquire([replica for replica in self._replicas if replica not in asked])
-            failed = False
+        error: Exception = OSError("no replica")
+        for replica in self._order_replicas():
             try:
-                return ask(replica.url)
-            except (OSError, ValueError) as error:
-                failed = True
-                asked.append(replica)
-                if len(asked) == len(self._replicas):
-                    raise OSError(f"{replica.url}: {first_line(str(error))}") from None
-            finally:
-                self._release(replica, failed)
+                answer = ask(replica.url)
+            except (OSError, ValueError) as reason:
+                error = OSError(f"{replica.url}: {first_line(str(reason))}")
+                replica.failures += 1
+                rest = min(LONGEST_REST_S, FIRST_WAIT_S * 2 ** min(replica.failures, 20))
+                replica.rests_until = time.monotonic() + rest
+            else:
+                replica.failures, replica.rests_until = 0, 0.0
+                return answer
+        raise error from None
 
-    def _acquire(self, replicas: Sequence[Replica]) -> Replica:
-        """Take a replica that does not rest, if there is one; of those the least loaded, then longest unasked."""
+    def _order_replicas(self) -> list[Replica]:
+        """All replicas: in turn, those last that rest after a failure."""
         with self._lock:
+            self._turns = (self._turns + 1) % len(self._replicas)
+            in_turn = self._replicas[self._turns :] + self._replicas[: self._turns]
             now = time.monotonic()
-            taken = min(replicas, key=lambda r: (max(0.0, r.rests_until - now), r.load, r.last_asked))
-            taken.load += 1
-            taken.last_asked = now
-            return taken
-
-    def _release(self, replica: Replica, failed: bool) -> None:
-        with self._lock:
-            replica.load -= 1
-            replica.failures = replica.failures + 1 if failed else 0
-            rest = min(LONGEST_REST_S, FIRST_WAIT_S * 2 ** min(replica.failures, 20)) if failed else 0.0
-            replica.rests_until = time.monotonic() + rest
+            return sorted(in_turn, key=lambda replica: max(0.0, replica.rests_until - now))
 
 
-def _requests(queries: Sequence[str], most: int) -> Iterator[list[str]]:
+def _split_requests(queries: Sequence[str], most: int) -> Iterator[list[str]]:
     """Split into requests that a server accepts, of at most `most` queries."""
     part: list[str] = []
     size = 0
@@ -206,7 +198,7 @@ def _requests(queries: Sequence[str], most: int) -> Iterator[list[str]]:
         yield part
 
 
-def _refuse(url: str, status: int, data: bytes) -> None:
+def _check_status(url: str, status: int, data: bytes) -> None:
     """Raise `OSError` for a status worth a retry, `RetrievalError` for any other but 200."""
     if status != 200:
         cause = f"status {status} ({first_line(data[:800].decode('utf-8', 'replace'))})"

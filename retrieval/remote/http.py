@@ -9,7 +9,8 @@ import logging
 import re
 import signal
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,21 +18,21 @@ from urllib.parse import urlsplit
 
 import h11
 import uvicorn
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from retrieval.protocol import CorpusError
 
 log = logging.getLogger("retrieval")
-SILENCE_S = 1.0  # stop reading a refused client's body after this long without data
 HEAD_S = 30.0  # close a connection on which a request's headers take longer than this
 STALLED_S = 60  # close the connection of a client that receives nothing of its answer for this long
 # How much of a refused request is read and discarded, so that its client can read the reason.
-LINGER_BYTES, LINGER_S = 64 * 2**20, 10.0
+LINGER_BYTES, LINGER_S = 64 * 2**20, 5.0
 GONE = 499  # the status counted for a client that disconnected
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 Fields = TypeVar("Fields", bound=BaseModel)
@@ -64,6 +65,27 @@ class Capacity:
             yield
         finally:
             self._taken -= amount
+
+
+class Metrics:
+    """A server's Prometheus metrics, in their own registry."""
+
+    def __init__(self, prefix: str):
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(f"{prefix}_requests", "Requests by status", ["status"], registry=registry)
+        self.in_flight = Gauge(f"{prefix}_in_flight", "Requests in flight", registry=registry)
+        self.queries = Counter(f"{prefix}_queries", "Queries received or searched", registry=registry)
+        self.seconds = Histogram(f"{prefix}_seconds", "Seconds from request to answer", registry=registry)
+
+    def record(self, status: int, started: float) -> None:
+        """Count a request of `time.perf_counter() == started` that ended with `status`."""
+        self.requests.labels(status).inc()
+        if status == 200:  # fast refusals would distort the latency
+            self.seconds.observe(time.perf_counter() - started)
+
+    def render(self) -> Response:
+        """The answer of /metrics."""
+        return PlainTextResponse(generate_latest(self.registry))
 
 
 class TimedHeads(H11Protocol):
@@ -158,11 +180,6 @@ def parse(model: type[Fields], body: bytes) -> Fields:
         raise HTTPException(422, str(reason) if reason else f"{field}: {error['msg']}") from None
 
 
-def integer_if_whole(value: Any) -> Any:
-    """Convert a float with an integer value to int, since JSON clients may send 3.0; return other values unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 async def drain(request: Request) -> dict[str, str]:
     """Read and discard the rest of a refused request's body, up to a limit; returns the answer's headers.
 
@@ -174,8 +191,7 @@ async def drain(request: Request) -> dict[str, str]:
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
             while left > 0 and "expect" not in request.headers:  # Expect: the client waits to be asked for the body
-                async with asyncio.timeout(SILENCE_S):
-                    message = await request.receive()
+                message = await request.receive()
                 left -= len(message.get("body", b""))
                 if message["type"] == "http.disconnect" or not message.get("more_body", False):
                     return {}
@@ -200,17 +216,18 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
         leaving.cancel()
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    headers = await drain(request)
-    return JSONResponse({"detail": error.detail}, error.status_code, {**headers, **(error.headers or {})})
+def error_handlers(render: Callable[[str, int], dict[str, Any]]) -> dict[Any, Any]:
+    """Starlette's exception handlers; `render` makes the JSON object of a message and a status."""
 
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        headers = {**await drain(request), **(error.headers or {})}
+        return JSONResponse(render(error.detail, error.status_code), error.status_code, headers)
 
-async def _fail(_: Request, error: Exception) -> Response:  # uvicorn logs the error
-    return JSONResponse({"detail": "an error of the server; its log says which"}, 500)
+    async def fail(_: Request, error: Exception) -> Response:  # uvicorn logs the error
+        return JSONResponse(render("internal server error; see the server's log", 500), 500)
 
-
-HANDLERS = {HTTPException: _refuse, Exception: _fail}
+    return {HTTPException: refuse, Exception: fail}
 
 
 def serve(

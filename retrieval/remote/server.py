@@ -4,7 +4,6 @@ POST /retrieve   {"queries": [str], "topk": int or null, "return_scores": bool} 
 GET  /health     {"status": "ok", "rows": N}, or with status 503 when searches fail
 GET  /info       {"corpus": name, "corpus_sha256": digest, "ranking_sha256": digest, "rows": N}, each may be null
 GET  /metrics    Prometheus text
-GET  /openapi.json  this interface as OpenAPI 3.1
 """
 
 from __future__ import annotations
@@ -18,22 +17,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from prometheus_client import Histogram
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from retrieval.protocol import Passage, RetrievalError, Retriever
 from retrieval.remote import http
 from retrieval.remote.batcher import Batcher
-from retrieval.remote.openapi import Operation, document
 
 MAX_QUERIES, MAX_QUERY_CHARS, MAX_TOPK = 4096, 8192, 100
-# Larger bodies are parsed, and larger answers written, in a thread, so that they do not block other clients.
-LARGE_BODY_BYTES, LARGE_ANSWER_ROWS = 64 * 2**10, 512
 
 
 @dataclass(frozen=True)
@@ -50,71 +46,8 @@ class RetrieveRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     queries: list[Annotated[str, Field(max_length=MAX_QUERY_CHARS)]] = Field(max_length=MAX_QUERIES)
-    topk: Annotated[int, Field(ge=1, le=MAX_TOPK), BeforeValidator(http.integer_if_whole)] | None = None
+    topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None
     return_scores: bool = False
-
-
-class Document(BaseModel):
-    """A passage: its title in quotes on the first line, then its text."""
-
-    id: str
-    contents: str
-
-
-class ScoredDocument(BaseModel):
-    """A passage with its score."""
-
-    document: Document
-    score: float
-
-
-class RetrieveAnswer(BaseModel):
-    """One ranking per query, with scores if they were asked for."""
-
-    result: list[list[ScoredDocument | Document]]
-
-
-class Health(BaseModel):
-    """Whether searches work."""
-
-    status: str
-    rows: int | None
-
-
-class Info(BaseModel):
-    """What is searched; see `Retriever.describe`."""
-
-    corpus: str | None
-    corpus_sha256: str | None
-    ranking_sha256: str | None
-    rows: int | None
-
-
-class Refusal(BaseModel):
-    """The answer to a request that is refused: one line that says why."""
-
-    detail: str
-
-
-OPERATIONS = (
-    Operation("post", "/retrieve", RetrieveAnswer, RetrieveRequest, refusals=(400, 403, 408, 413, 422, 503)),
-    Operation("get", "/info", Info, refusals=(403,)),
-    Operation("get", "/health", Health, failure=Health, open=True),
-    Operation("get", "/metrics", None, refusals=(403,)),
-)
-
-
-class Metrics:
-    """The server's metrics, in their own registry."""
-
-    def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter("retriever_requests", "Requests to /retrieve by status", ["status"], registry=registry)
-        self.queries = Counter("retriever_queries", "Queries received", registry=registry)
-        self.in_flight = Gauge("retriever_in_flight", "Requests in flight", registry=registry)
-        sizes = [2**n for n in range(14)]
-        self.batch = Histogram("retriever_batch_queries", "Queries per search", buckets=sizes, registry=registry)
-        self.seconds = Histogram("retriever_seconds", "Seconds from request to answer", registry=registry)
 
 
 def make_app(
@@ -127,35 +60,31 @@ def make_app(
     """The ASGI application.
 
     Args:
-      token: the bearer token that all paths but /health and /openapi.json require; None: none is required.
+      token: the bearer token that all paths but /health require; None: none is required.
       default_topk: for requests without `topk`.
       hosts: without a token, the host names that clients may use; empty: any.
     """
     about = retriever.describe()
-    metrics = Metrics()
-    batcher = Batcher(retriever, MAX_QUERIES, metrics.batch.observe)
+    metrics = http.Metrics("retriever")
+    sizes = [2**n for n in range(14)]
+    batches = Histogram("retriever_batch_queries", "Queries per search", buckets=sizes, registry=metrics.registry)
+    batcher = Batcher(retriever, MAX_QUERIES, batches.observe)
     requests, rows = http.Capacity("requests", limits.requests), http.Capacity("passages", limits.rows_at_once)
 
     async def answer(request: Request) -> Response:
-        body = await http.read_body(request, limits)
-        if len(body) > LARGE_BODY_BYTES:
-            asked = await asyncio.to_thread(http.parse, RetrieveRequest, body)
-        else:
-            asked = http.parse(RetrieveRequest, body)
-        topk = asked.topk or default_topk
-        passages = len(asked.queries) * topk
+        # In threads, so that long requests and answers do not block other clients.
+        query = await asyncio.to_thread(http.parse, RetrieveRequest, await http.read_body(request, limits))
+        topk = query.topk or default_topk
+        passages = len(query.queries) * topk
         if passages > limits.rows:
             raise HTTPException(422, f"queries, topk: found {passages} passages, accepted: at most {limits.rows}")
-        metrics.queries.inc(len(asked.queries))
+        metrics.queries.inc(len(query.queries))
         with rows.take(passages):
             try:
-                rankings = await http.run_while_connected(request, batcher.search(asked.queries, topk))
+                rankings = await http.run_while_connected(request, batcher.search(query.queries, topk))
             except RetrievalError as error:
                 raise HTTPException(503, str(error)) from None
-            if passages > LARGE_ANSWER_ROWS:
-                content = await asyncio.to_thread(_render, rankings, asked.return_scores)
-            else:
-                content = _render(rankings, asked.return_scores)
+            content = await asyncio.to_thread(_render, rankings, query.return_scores)
         return Response(content, media_type="application/json")
 
     async def retrieve(request: Request) -> Response:
@@ -174,8 +103,7 @@ def make_app(
             status = 503
             return JSONResponse({"detail": "the server is stopping"}, 503)
         finally:
-            metrics.requests.labels(status).inc()
-            metrics.seconds.observe(time.perf_counter() - started)
+            metrics.record(status, started)
 
     async def health(_: Request) -> Response:
         healthy = await batcher.healthy()
@@ -188,10 +116,7 @@ def make_app(
 
     async def expose(request: Request) -> Response:
         http.authorise(request, token, hosts)
-        return PlainTextResponse(generate_latest(metrics.registry))
-
-    async def described(_: Request) -> Response:
-        return JSONResponse(document("psearch_jax retrieval", OPERATIONS, Refusal, token is not None))
+        return metrics.render()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -204,9 +129,12 @@ def make_app(
         Route("/health", health),
         Route("/info", info),
         Route("/metrics", expose),
-        Route("/openapi.json", described),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=http.HANDLERS)
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers=http.error_handlers(lambda message, _: {"detail": message}),
+    )
     app.state.batcher, app.state.open_to_all = batcher, token is None
     return app
 

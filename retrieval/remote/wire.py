@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 import json
-import math
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import urllib3
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, ValidationError
 
 from retrieval.corpus import read_contents
-from retrieval.protocol import Passage, text_sha256
+from retrieval.protocol import Passage, as_utf8, text_sha256
 
 CONNECT_S = 10.0
 ANSWER_BYTES = 2**30  # the most that is received: a faulty server may send forever
-DESCRIPTION_FIELDS = {"corpus": str, "corpus_sha256": str, "ranking_sha256": str, "rows": int}
-NO_DESCRIPTION: dict[str, Any] = dict.fromkeys(DESCRIPTION_FIELDS)
+# Half of a surrogate pair, which JSON can contain but pydantic refuses, becomes a question mark.
+Text = Annotated[str, BeforeValidator(lambda value: as_utf8(value) if isinstance(value, str) else value)]
+
+
+class Strict(BaseModel):
+    """Converts no values to other types."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Document(Strict):
+    """A passage: its title in quotes on the first line, then its text.
+
+    The servers of Search-R1 that ask a search engine on the web send neither id nor score.
+    """
+
+    contents: Text
+    id: Text | int | None = None
+
+
+class Result(Strict):
+    """A document with its score."""
+
+    document: Document
+    score: FiniteFloat = 0.0
+
+
+class Answer(Strict):
+    """The answer of /retrieve: a ranking per query."""
+
+    result: list[list[Result]]
+
+
+class Description(Strict):
+    """The answer of /info; see `Retriever.describe`. Servers of other projects have none."""
+
+    corpus: Text | None = None
+    corpus_sha256: Text | None = None
+    ranking_sha256: Text | None = None
+    rows: int | None = None
 
 
 class Wire:
@@ -60,19 +98,15 @@ class Wire:
 
 def read_rankings(data: bytes, expected: int, k: int) -> list[list[Passage]]:
     """The passages in an answer to `expected` queries, at most `k` each. Raises `ValueError` naming the fault."""
-    result = _field(_object(data), "result", list)
+    result = _parse(Answer, data).result
     if len(result) != expected:
         raise ValueError(f"{len(result)} rankings for {expected} queries")
-    return [[_passage(row) for row in _of_type(ranking, "a ranking", list)[:k]] for ranking in result]
+    return [[_to_passage(row) for row in ranking[:k]] for ranking in result]
 
 
 def read_description(data: bytes) -> dict[str, Any]:
     """Parse an answer of /info; see `Retriever.describe`. Raises `ValueError` naming the fault."""
-    content = _object(data)
-    return {
-        name: None if content.get(name) is None else _field(content, name, type_)
-        for name, type_ in DESCRIPTION_FIELDS.items()
-    }
+    return _parse(Description, data).model_dump()
 
 
 def first_line(text: str) -> str:
@@ -80,37 +114,18 @@ def first_line(text: str) -> str:
     return " ".join(text[:200].split())
 
 
-def _object(data: bytes) -> dict[str, Any]:
+def _parse(model: Any, data: bytes) -> Any:
     try:
-        content = json.loads(data)
+        return model.model_validate(json.loads(data))
+    except ValidationError as errors:
+        error = errors.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, error["loc"])) or "the answer"
+        raise ValueError(f"field {field}: {error['msg']}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({first_line(str(error))})") from None
-    return _of_type(content, "the answer", dict)
 
 
-def _passage(row: Any) -> Passage:
-    document = _field(_of_type(row, "a result", dict), "document", dict)
-    contents = _field(document, "contents", str)
-    # The servers of Search-R1 that ask a search engine on the web send neither id nor score.
-    id_ = _field(document, "id", (str, int)) if "id" in document else text_sha256(contents)
-    score = _field(row, "score", (int, float)) if "score" in row else 0.0
-    try:
-        finite = math.isfinite(score)
-    except OverflowError:  # an integer too large for a float
-        finite = False
-    if not finite:
-        raise ValueError(f"field score is {first_line(str(score)[:40])}, expected a finite number")
-    return read_contents(str(id_), contents, float(score))
-
-
-def _field(content: dict[str, Any], name: str, type_: Any) -> Any:
-    if name not in content:
-        raise ValueError(f"field {name} is missing")
-    return _of_type(content[name], f"field {name}", type_)
-
-
-def _of_type(value: Any, what: str, type_: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, type_):
-        names = " or ".join(t.__name__ for t in (type_ if isinstance(type_, tuple) else (type_,)))
-        raise ValueError(f"{what} is of type {type(value).__name__}, expected {names}")
-    return value
+def _to_passage(row: Result) -> Passage:
+    document = row.document
+    id_ = text_sha256(document.contents) if document.id is None else str(document.id)
+    return read_contents(id_, document.contents, row.score)

@@ -10,9 +10,10 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers import question, random_params, rollout_section, scripted_sampler
+from helpers import people, question, random_params, rollout_section, scripted_sampler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from serving import Running
 from starlette.exceptions import HTTPException
 from written import CONFIG, collect, say
 
@@ -205,6 +206,21 @@ def test_servers_and_clients_read_or_refuse(body, data):
                 read()
             except ValueError as error:
                 assert str(error)
+
+
+@pytest.fixture(scope="module")
+def running():
+    with Running(server.make_app(RetrievalService.from_corpus(people()))) as running:
+        yield running
+
+
+@few
+@given(st.binary(max_size=80) | JSON.map(json.dumps).map(str.encode), st.dictionaries(st.text(max_size=8), JSON))
+def test_the_server_answers_any_body_with_json(running, body, fields):
+    """Whatever is posted gets an answer or a refusal in JSON, and never a status 500."""
+    for content in (body, json.dumps({"queries": ["Ada"], **fields}).encode()):
+        answer = running.post(content)
+        assert answer.status in (200, 422) and {"result", "detail"} & answer.json().keys()
 
 
 class Bomb:

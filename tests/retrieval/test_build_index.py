@@ -91,10 +91,11 @@ def test_bad_input_is_one_line(corpus, tmp_path):
     assert "flag --out" in refused(f"--corpus={corpus}")
     assert "e6: no such directory; accepted: hashing, bm25 or" in refused(f"--corpus={corpus}", "--encoder=e6", out)
     assert "--from_faiss" in refused(f"--corpus={corpus}", "--encoder=bm25", "--from_faiss=x.index", out)
-    assert "--shards: --encoder=bm25 found" in refused(f"--corpus={corpus}", "--encoder=bm25", "--shards=2", out)
+    assert "--target_recall: --encoder=bm25" in refused(
+        f"--corpus={corpus}", "--encoder=bm25", "--target_recall=1", out
+    )
     assert "--query_prefix: --encoder=hashing found" in refused(f"--corpus={corpus}", "--query_prefix=q: ", out)
     assert "x.index: no such" in refused(f"--corpus={corpus}", "--from_faiss=x.index", out)
-    assert "shards is 4" in refused(f"--corpus={corpus}", "--shards=4", out)
     assert "absent.jsonl" in refused("--corpus=absent.jsonl", out)
     corpus.write_text(corpus.read_text() + '{"id": "9"}\n')
     assert "line 4: field contents is missing" in refused(f"--corpus={corpus}", out)
@@ -116,14 +117,13 @@ def first_found(index: str) -> list[str]:
 
 
 def test_every_encoder(many, tmp_path):
-    """Every encoder's index, also one in shards, opens and answers without the files it was made from."""
+    """Every encoder's index opens and answers without the files it was made from."""
     model = write_model(tmp_path / "tiny-e5")
-    for name, *flags in (("words", "--encoder=bm25"), ("parts", "--shards=3"), ("bert", f"--encoder={model}")):
+    for name, *flags in (("words", "--encoder=bm25"), ("bert", f"--encoder={model}")):
         result = build_index(f"--corpus={many}", f"--out={tmp_path / name}", *flags)
         assert result.returncode == 0 and "320 rows" in result.stdout, result
     shutil.rmtree(model)
-    for name in ("words", "parts"):
-        assert first_found(str(tmp_path / name)) == [p.id for p in people()]
+    assert first_found(str(tmp_path / "words")) == [p.id for p in people()]
     assert all(first_found(str(tmp_path / "bert")))
     manifest = json.loads((tmp_path / "bert" / "manifest.json").read_text())
     assert manifest["encoder"]["query_prefix"] == "query: " and manifest["dimensions"] == 48

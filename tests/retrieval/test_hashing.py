@@ -14,7 +14,7 @@ from retrieval.protocol import CorpusError, Passage
 
 
 def test_encoder_is_the_same_in_every_process():
-    """Vectors depend on the process (string hashing, global random state), so an index built elsewhere is useless."""
+    """Vectors are the same in every process."""
     code = (
         "import hashlib; from retrieval.encoders.hashing import HashingEncoder;"
         "v = HashingEncoder(64, seed=3).encode_queries(['Baro Quill born']);"
@@ -30,7 +30,7 @@ def test_encoder_is_the_same_in_every_process():
 
 
 def test_encoder_rows_do_not_depend_on_the_batch():
-    """A query's vector changes with the rest of its batch, so that a replayed rollout sees other passages."""
+    """A vector does not depend on the rest of its batch."""
     encoder = HashingEncoder(128).fit(people())
     texts = [p.text for p in people()]
     together = encoder.encode_queries(texts)
@@ -40,7 +40,7 @@ def test_encoder_rows_do_not_depend_on_the_batch():
 
 
 def test_encoder_texts_that_say_nothing():
-    """Empty, unknown or unprintable text raises, or gets a vector that matches something."""
+    """Empty, unknown or unprintable text gets a zero vector."""
     encoder = HashingEncoder(64).fit(people())
     vectors = encoder.encode_queries(["", "?!", "zzyzx", "\ud800\x00"])
     assert vectors.shape == (4, 64) and not vectors.any()
@@ -49,7 +49,7 @@ def test_encoder_texts_that_say_nothing():
 
 
 def test_encoder_identity_pins_the_vectors(tmp_path):
-    """Encoders with different vectors share an identity, so that an index is searched with the wrong encoder."""
+    """Encoders with different vectors have different identities, and only that of the index is loaded."""
     plain, fitted = HashingEncoder(64), HashingEncoder(64).fit(people())
     others = [fitted, HashingEncoder(64, seed=1), HashingEncoder(65), HashingEncoder(64).fit(people()[:9])]
     assert all(plain.identity != other.identity for other in others)

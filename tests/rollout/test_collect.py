@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import CompilationCounter
 from flax import nnx
 from helpers import (
     ScriptedSampler,
@@ -26,7 +27,6 @@ from psearch_jax.rl.batch import make_batch
 from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.rollout.stream import search_policy
-from psearch_jax.runtime.compiling import CompilationCounter
 from psearch_jax.text import tags
 from psearch_jax.train.state import init_state
 from psearch_jax.types import UserError

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import CompilationCounter
 from flax import nnx
 from helpers import ScriptedSampler, admit, extend, make_learner, make_sampler, random_params, started, tiny_config
 
 from psearch_jax.models import decoder
 from psearch_jax.rollout.sampler import SamplerShapes
 from psearch_jax.rollout.sampler_programs import SamplerState, SamplingWeights, Status
-from psearch_jax.runtime.compiling import CompilationCounter, compile_all
+from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.types import TrainBatch
 
 B, S, C = 8, 64, 8  # slots, positions, forced tokens of one call

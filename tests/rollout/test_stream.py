@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import CompilationCounter
 from helpers import make_collector, make_learner, make_sampler, question, random_params, retriever, rollout_section
 from written import CONFIG
 
@@ -17,7 +18,6 @@ from psearch_jax.rollout.rollouts import Waiting
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.stream import InFlight
-from psearch_jax.runtime.compiling import CompilationCounter
 from psearch_jax.train.checkpointing import in_flight
 from psearch_jax.train.state import init_state
 

@@ -3,11 +3,8 @@
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from programs import ROOT
 
 PROGRAM = """
 import errno
@@ -102,44 +99,6 @@ def test_bad_input_is_one_line(program, argument, message):
     done = program("flags_only", *argument.split())
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == (3 if argument == "--n=6" else 1) and done.stdout == ""
-
-
-@pytest.mark.slow
-def test_a_hub_that_is_down_is_asked_once(tmp_path):
-    """A hub that is down costs one request, and a cached file none; the message lists everything that is missing."""
-    requested = []
-
-    class Down(BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            requested.append(self.path)
-            self.send_error(503)
-
-        do_GET = do_HEAD
-
-        def log_message(self, *_):
-            pass
-
-    snapshot = tmp_path / "hub" / "models--a--cached"
-    (snapshot / "snapshots" / "0123").mkdir(parents=True)
-    (snapshot / "snapshots" / "0123" / "tokenizer_config.json").write_text("{}")
-    (snapshot / "refs").mkdir()
-    (snapshot / "refs" / "main").write_text("0123")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Down)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_address[1]}"
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "launch/train.py", "--config=configs/qwen7b.py", f"--workdir={tmp_path / 'run'}"]
-    fields = ["--config.model.tokenizer=a/cached", "--config.data.source=no.jsonl"]
-    done = subprocess.run([*command, *fields], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
-    server.shutdown()
-    assert done.returncode == 2 and not (tmp_path / "run").exists()
-    headline, *needs = done.stderr.splitlines()
-    assert headline == "train: this run needs:", done.stderr
-    expected = ("config.model.path=", "config.retrieval.index", "config.data.source=no.jsonl: ")
-    assert len(needs) == 3 and all(n.startswith(f"  - {w}") for n, w in zip(needs, expected, strict=True)), needs
-    assert [path for path in requested if "Qwen" in path or "cached" in path] == [
-        "/Qwen/Qwen2.5-7B-Instruct/resolve/main/config.json"
-    ]
 
 
 def test_arguments_compilation_cache_and_bugs(program, tmp_path):

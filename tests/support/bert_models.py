@@ -6,30 +6,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from retrieval.encoders.bert import BertConfig, shapes
+from retrieval.encoders.bert import LAYER_WEIGHTS, WEIGHTS, BertConfig, weight_shapes
 
 WORDS = "when was the of in born baro quill lena wend zora crane river stone to be field marsh who is and".split()
-LAYER = {
-    "qkv_kernel": ("attention.self.query.weight", "attention.self.key.weight", "attention.self.value.weight"),
-    "qkv_bias": ("attention.self.query.bias", "attention.self.key.bias", "attention.self.value.bias"),
-    "out_kernel": ("attention.output.dense.weight",),
-    "out_bias": ("attention.output.dense.bias",),
-    "attention_scale": ("attention.output.LayerNorm.weight",),
-    "attention_bias": ("attention.output.LayerNorm.bias",),
-    "up_kernel": ("intermediate.dense.weight",),
-    "up_bias": ("intermediate.dense.bias",),
-    "down_kernel": ("output.dense.weight",),
-    "down_bias": ("output.dense.bias",),
-    "mlp_scale": ("output.LayerNorm.weight",),
-    "mlp_bias": ("output.LayerNorm.bias",),
-}
-EMBEDDINGS = {
-    "words": "word_embeddings.weight",
-    "positions": "position_embeddings.weight",
-    "types": "token_type_embeddings.weight",
-    "embedding_scale": "LayerNorm.weight",
-    "embedding_bias": "LayerNorm.bias",
-}
 
 
 def write_model(folder: Path, prefix: str = "") -> Path:
@@ -37,9 +16,12 @@ def write_model(folder: Path, prefix: str = "") -> Path:
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *"abcdefghijklmnopqrstuvwxyz", "##s", "##a"]
     config = BertConfig(len(vocabulary), 48, 3, 4, 96, 64, 2, 1e-12)
     rng = np.random.default_rng(0)
-    arrays = {name: rng.standard_normal(shape).astype(np.float32) * 0.2 for name, shape in shapes(config).items()}
-    tensors = {f"embeddings.{theirs}": arrays[ours] for ours, theirs in EMBEDDINGS.items()}
-    for ours, names in LAYER.items():
+    arrays = {
+        name: rng.standard_normal(shape).astype(np.float32) * 0.2 for name, shape in weight_shapes(config).items()
+    }
+    tensors = {name: arrays[ours] for ours, (_, name, *_) in WEIGHTS.items() if ours not in LAYER_WEIGHTS}
+    for ours in LAYER_WEIGHTS:
+        _, *names = WEIGHTS[ours]
         for i in range(config.layers):
             for name, part in zip(names, np.split(arrays[ours][i], len(names), axis=-1), strict=True):
                 tensors[f"encoder.layer.{i}.{name}"] = np.ascontiguousarray(part.T)

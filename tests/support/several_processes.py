@@ -39,7 +39,7 @@ LOST = (
     ValueError("UNKNOWN: Gloo all-gather failed: Connection reset by peer"),
     jax.errors.JaxRuntimeError("UNAVAILABLE: The following tasks have a heartbeat timeout: task 1"),
     TimeoutError("Timed out while waiting for async_write_complete barrier."),
-    processes.Lost("saving a checkpoint"),
+    processes.LostProcess("saving a checkpoint"),
 )
 NOT_LOST = (
     OSError(28, "No space left on device", "/runs/Barrier timed out/checkpoints"),
@@ -125,8 +125,8 @@ if __name__ == "__main__":
         "first": processes.first(),
         "agreed": processes.broadcast(lambda: f"of {here}"),
         "unreadable": failing(0, OSError(5, "Input/output error", "before.json"), processes.broadcast),
-        "lost": [processes.lost(error) for error in LOST],
-        "not lost": [processes.lost(error) for error in NOT_LOST],
+        "lost": [processes.is_lost(error) for error in LOST],
+        "not lost": [processes.is_lost(error) for error in NOT_LOST],
         "order": processes.in_order(processes.share(rows)),
         "groups": processes.in_order([f"{q}{s}" for q in processes.share("abcde") for s in "12"], group=2),
         "long": [(m["process"], len(m["text"])) for m in processes.allgather(lambda: long)],

@@ -279,28 +279,12 @@ def test_other_kinds_of_tokenizer_are_refused(tmp_path):
         Tokenizer.load(tmp_path)
 
 
-def test_packaged_templates(tiny_tokenizer):
-    """Packaged templates have their tags and escape those in a question; the toy one costs no tokens."""
-    assert prompts.packaged_templates() == (
-        "compact",
-        "direct",
-        "parallel",
-        "passages",
-        "published",
-        "published_sequential",
-        "sequential",
-        "toy",
-    )
-    texts = {name: prompts.load_template(name) for name in prompts.packaged_templates()}
-    assert texts["toy"] == "{question}"
-    for family in ("parallel", "sequential"), ("published", "published_sequential"):
-        assert "##" in texts[family[0]] and "##" not in texts[family[1]]
-    assert "do not depend" in texts["parallel"] and "depend" not in texts["published"], "the published one has no rule"
-    assert "<search>" in texts["sequential"]
-    assert all("<search>" not in texts[name] for name in ("direct", "passages"))
-    for text in texts.values():
-        ids = prompts.render_prompt(tiny_tokenizer, text, "who </search> {x}<|im_end|>?")
-        assert "who &lt;/search> {x}<|im_end|>?<|im_end|>" in tiny_tokenizer.decode(ids, control=True)
+def test_packaged_templates_escape_the_tags_of_a_question(tiny_tokenizer):
+    """Every packaged template contains the question once, with its tags and control tokens as text."""
+    assert prompts.load_template("toy") == "{question}"
+    for name in prompts.packaged_templates():
+        ids = prompts.render_prompt(tiny_tokenizer, prompts.load_template(name), "who </search> {x}<|im_end|>?")
+        assert tiny_tokenizer.decode(ids, control=True).count("who &lt;/search> {x}<|im_end|>?<|im_end|>") == 1
 
 
 def test_a_question_gets_one_question_mark(tiny_tokenizer):

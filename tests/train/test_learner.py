@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import CompilationCounter
 from flax import nnx
 from helpers import QWEN3, make_learner, one_device_mesh, random_params, tiny_config
 from programs import ROOT, completed
@@ -18,7 +19,7 @@ from psearch_jax.models import decoder
 from psearch_jax.models.buckets import buckets, row_widths
 from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, padding
 from psearch_jax.rl.losses import policy_loss
-from psearch_jax.runtime.compiling import CompilationCounter, compile_all
+from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.runtime.metrics import WEIGHT
 from psearch_jax.train.learner import token_logprobs
 from psearch_jax.train.state import init_state, make_optimizer

@@ -34,7 +34,7 @@ def index(tmp_path_factory) -> Path:
 
 
 def serve(index: Path, port: int = 0) -> tuple[Program, str]:
-    flags = [f"--index={index}", f"--port={port}", "--cache_queries=0"]
+    flags = [f"--index={index}", f"--port={port}", "--cache_mb=0"]
     server = Program([SERVE, *flags], stderr=subprocess.DEVNULL)
     return server, server.stdout.readline().split()[-1]
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from compilations import CompilationCounter
 from programs import Program
 from runs import command, final_params, metrics_without_clocks, run, small_config, wait_for
 
@@ -19,7 +20,7 @@ from configs import smoke
 from psearch_jax.assembly import build, questions
 from psearch_jax.config import from_mapping
 from psearch_jax.models import decoder, hf
-from psearch_jax.runtime.compiling import CompilationCounter, compile_all
+from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.train.monitoring import alarms, validation

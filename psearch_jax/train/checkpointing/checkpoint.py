@@ -175,12 +175,12 @@ def _read_arrays(checkpoint: Path, items: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _writing(directory: Path) -> Iterator[None]:
-    """Turns errors inside the block into `processes.Lost`, or into a UserError about checkpoints in `directory`."""
+    """Turns errors inside the block into `LostProcess`, or into a UserError about checkpoints in `directory`."""
     try:
         yield
     except Exception as error:  # a full or missing disk can raise anything
-        if processes.lost(error):  # not the disk
-            raise processes.Lost(f"saving a checkpoint: {_first_line(error)}") from error
+        if processes.is_lost(error):  # not the disk
+            raise processes.LostProcess(f"saving a checkpoint: {_first_line(error)}") from error
         raise UserError(
             f"{directory}: a checkpoint cannot be written ({_first_line(error)}); earlier ones are complete; "
             "the same command resumes from the newest"
