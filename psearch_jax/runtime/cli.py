@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import logging
 import math
@@ -52,7 +51,7 @@ def run(main: Callable[[list[str]], None], positional: bool = False, defaults: s
     def run_main(argv: list[str]) -> int:
         try:
             main(argv)
-        except (UserError, CorpusError, RetrievalError) as error:
+        except (UserError, CorpusError, RetrievalError, *PATH_ERRORS) as error:
             return _refuse(str(error))
         except BrokenPipeError:  # `| head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at exit fails, too
@@ -60,7 +59,7 @@ def run(main: Callable[[list[str]], None], positional: bool = False, defaults: s
         except KeyboardInterrupt:
             return _refuse("interrupted by Ctrl-C", INTERRUPTED)
         except Exception as error:
-            if isinstance(error, PATH_ERRORS) or (isinstance(error, OSError) and error.errno in OF_DISK):
+            if isinstance(error, OSError) and error.errno in OF_DISK:
                 return _refuse(str(error))
             if not is_store_error(error):
                 raise
@@ -188,7 +187,7 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
     except (AttributeError, KeyError) as error:  # of ml_collections, for an unknown field or section
         if not _overrides(argv):
             raise
-        sys.exit(_refuse(f"--config: unknown field {_unquoted(str(error))}"))
+        sys.exit(_refuse(f"--config: unknown field {error.args[0]}"))
     return rest
 
 
@@ -218,14 +217,6 @@ def _check_config_file(argv: Sequence[str]) -> None:
 
 def _overrides(argv: Sequence[str]) -> bool:
     return any(argument.startswith(("--config.", "-config.")) for argument in argv)
-
-
-def _unquoted(text: str) -> str:
-    """The value of a string literal; any other text unchanged."""
-    try:
-        return str(ast.literal_eval(text))
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _refuse(message: str, code: int = BAD_INPUT) -> int:

@@ -174,19 +174,6 @@ def test_verify_reads_every_byte(directories, tmp_path):
         verify_index(copy)
 
 
-def test_every_swapped_file_is_refused_by_name(directories, tmp_path):
-    """A file from another index of the same shape is refused."""
-    write_corpus(tmp_path / "other.jsonl", reversed(people()))
-    corpus = MemoryMappedCorpus(tmp_path / "other.jsonl")
-    build_index(tmp_path / "other", corpus, HashingEncoder(256).fit(people()[:300]))
-    for name in ("corpus.jsonl", "corpus.offsets.npy", "vectors.npy", "encoder_weights.npy"):
-        copy = shutil.copytree(directories["exact"], tmp_path / "copy")
-        shutil.copyfile(tmp_path / "other" / name, copy / name)
-        with pytest.raises(CorpusError, match=name):
-            RetrievalService.open(copy)
-        shutil.rmtree(copy)
-
-
 @pytest.mark.parametrize(
     ("field", "value", "word"),
     [
@@ -336,30 +323,3 @@ def test_disk_space_is_reserved_before_the_first_passage_is_encoded(tmp_path):
 
     build_index(tmp_path / "index", MemoryMappedCorpus(tmp_path / "people.jsonl"), Checking(4096, idf=idf))
     assert len(np.load(tmp_path / "index" / "vectors.npy", mmap_mode="r")) == 320
-
-
-FULL = """
-import sys
-from retrieval.corpus import MemoryMappedCorpus
-from retrieval.indexing.directory import build_index
-from retrieval.encoders.hashing import HashingEncoder
-
-corpus = MemoryMappedCorpus(sys.argv[1])
-try:
-    build_index("full/index", corpus, HashingEncoder(4096).fit(corpus))
-except ValueError as error:
-    print(error)
-"""
-
-
-def test_a_full_disk_is_one_line(tmp_path):
-    """A disk that cannot hold the index ends the build with a message, not by a signal."""
-    write_corpus(tmp_path / "people.jsonl", people())
-    (tmp_path / "full").mkdir()
-    mount = 'mount -t tmpfs -o size=2m tmpfs full && exec "$@"'
-    isolated = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
-    if subprocess.run([*isolated, "true"], cwd=tmp_path, capture_output=True).returncode:
-        pytest.skip("no disk of a chosen size can be mounted here")
-    command = [*isolated, sys.executable, "-c", FULL, str(tmp_path / "people.jsonl")]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0 and "full/index: the index cannot be written" in result.stdout, result
