@@ -187,7 +187,8 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
     except (AttributeError, KeyError) as error:  # of ml_collections, for an unknown field or section
         if not _overrides(argv):
             raise
-        sys.exit(_refuse(f"--config: unknown field {error.args[0]}"))
+        cause = error.args[0] if isinstance(error.args[0], KeyError) else error  # whose text would be quoted
+        sys.exit(_refuse(f"--config: unknown field {cause.args[0]}"))
     return rest
 
 
