@@ -113,10 +113,6 @@ class ScannIndex:
         (a zero query, k > N) have id -1 and score -inf. Raises `RetrievalError` on a non-finite query.
         """
         queries = np.ascontiguousarray(queries, np.float32)
-        if queries.ndim != 2 or queries.shape[1] != self.dimensions:
-            raise ValueError(f"queries have shape {queries.shape}, expected [Q, {self.dimensions}]")
-        if k < 1:
-            raise ValueError(f"k is {k}, expected at least 1")
         if not np.isfinite(queries).all():
             raise RetrievalError("a query vector is not finite: the encoder overflowed or its weights are damaged")
         ids, scores = empty_result(len(queries), k)
