@@ -82,13 +82,7 @@ class Answerer:
       every: decode steps between two event updates: fewer stream more smoothly and cost a little more.
     """
 
-    def __init__(
-        self,
-        collector: Collector,
-        weights: SamplingWeights,
-        seed: int = 0,
-        every: int = EVERY,
-    ):
+    def __init__(self, collector: Collector, weights: SamplingWeights, seed: int = 0, every: int = EVERY):
         self._collector, self._weights, self._seed, self._every = collector, weights, seed, every
         self._arrived: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._pending: dict[int, _Pending] = {}  # by rollout order
@@ -103,14 +97,13 @@ class Answerer:
         if self._closed or not self._thread.is_alive():
             return False
         if self._failing and (self._probe is None or self._probe.done()):
-            self._probe = in_background(self._try)
+            self._probe = in_background(self._try_search)
         return not self._failing
 
-    def _try(self) -> None:
+    def _try_search(self) -> None:
         if self._collector.retriever is not None:
-            self._collector.retriever.search(
-                [f"health {time.monotonic()}"], 1
-            )  # a new query, so that no cache answers it
+            # A new query, so that no cache answers it.
+            self._collector.retriever.search([f"health {time.monotonic()}"], 1)
         self._failing = False
 
     def ask(self, text: str, listen: Listener, temperature: float = 0.0, seed: int = 0) -> Callable[[], None]:
