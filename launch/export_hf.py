@@ -27,7 +27,12 @@ def main(_: list[str]) -> None:
     from psearch_jax.text.tokenizer import Tokenizer
     from psearch_jax.train.checkpointing.best import find_best
     from psearch_jax.train.checkpointing.checkpoint import load_params
-    from psearch_jax.train.checkpointing.run_config import config_of, export_files, exported_shape, tokenizer_of
+    from psearch_jax.train.checkpointing.run_config import (
+        load_run_config,
+        locate_tokenizer,
+        make_export_files,
+        make_export_shape,
+    )
     from psearch_jax.types import UserError
 
     jax.config.update("jax_platforms", "cpu")  # a large model may not fit one accelerator, and none is needed
@@ -44,11 +49,11 @@ def main(_: list[str]) -> None:
         save_adapters(params, config, lora, record["name"] or record["path"], OUT.value, dtype)
         print(f"{CHECKPOINT.value}, step {loop['step']} -> {OUT.value} (adapters of rank {lora.rank}, {DTYPE.value})")
         return
-    trained = config_of(str(checkpoint))
-    files = export_files(trained) if trained else {}
-    named = TOKENIZER.value or tokenizer_of(trained or Config(), loop["tokenizer"])
+    trained = load_run_config(str(checkpoint))
+    files = make_export_files(trained) if trained else {}
+    named = TOKENIZER.value or locate_tokenizer(trained or Config(), loop["tokenizer"])
     tokenizer = Tokenizer.load(named, config.eos_ids)
-    shape = exported_shape(config, tokenizer)
+    shape = make_export_shape(config, tokenizer)
     lost = save_hf(params, shape, tokenizer.directory, OUT.value, dtype, lora=lora, files=files)
     why = f", the best by {loop['best']['metric']} ({loop['best']['value']:.4f})" if "best" in loop else ""
     print(f"{CHECKPOINT.value}, step {loop['step']}{why} -> {OUT.value} ({DTYPE.value})")

@@ -62,8 +62,8 @@ def _train(values: dict, stop: StopRequest) -> None:
     from psearch_jax.runtime import processes
     from psearch_jax.sft import trainer
     from psearch_jax.text.tokenizer import Tokenizer
-    from psearch_jax.train.checkpointing.checkpoint import load_params, on_host
-    from psearch_jax.train.checkpointing.run_config import export_files, exported_shape
+    from psearch_jax.train.checkpointing.checkpoint import load_params
+    from psearch_jax.train.checkpointing.run_config import make_export_files, make_export_shape
 
     config = from_mapping(values)
     run = replace(build_sft.supervised_run(config, TRANSCRIPTS.value), stop=stop)
@@ -80,10 +80,10 @@ def _train(values: dict, stop: StopRequest) -> None:
     elif EXPORT.value:
         del run  # its weights are loaded again, in the host's memory: one device may be too small for all of them
         gc.collect()
-        model, params, loop = load_params(WORKDIR.value, on_host)
+        model, params, loop = load_params(WORKDIR.value)
         tokenizer = Tokenizer.load(loop["tokenizer"], model.eos_ids)
-        shape = exported_shape(model, tokenizer)
-        save_hf(params, shape, tokenizer.directory, policy, lora=_lora(loop), files=export_files(config))
+        shape = make_export_shape(model, tokenizer)
+        save_hf(params, shape, tokenizer.directory, policy, lora=_lora(loop), files=make_export_files(config))
         print(f"{policy}: written")
 
 
@@ -132,7 +132,7 @@ def _train_toy(values: dict, stop: StopRequest) -> None:
     rows = cold_start.make_rows(config, tokenizer, RetrievalService.from_corpus)
     for skill, members in rows.items():
         print(f"{skill}: {len(members)} rows, {sum(len(ids) for ids, _ in members) / 1e6:.2f}M tokens", flush=True)
-    with stop.heard():
+    with stop.listen():
         shape, params = cold_start.train(
             config, tokenizer, rows, log, workdir / "checkpoints", str(workdir / "tokenizer"), stop
         )

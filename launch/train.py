@@ -2,50 +2,19 @@
 
 The same command resumes. Any config field can be set, for example `--config.train.steps=10`. On resume, fields that
 affect the run's numbers must be unchanged, unless `--allow_changes` accepts the changes.
-
-`--config.train.record_rollouts` records the rollouts of a run. `--replay=RUN` then trains on them without sampling or
-searching, with the config of that run unless --config names a file:
-
-    python launch/train.py --replay=runs/smoke --workdir=runs/again --config.learning.advantage=leave_one_out
 """
-
-from dataclasses import replace
 
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax.assembly import policy_flags
-from psearch_jax.config import Config, from_mapping
+from psearch_jax.config import from_mapping
 from psearch_jax.runtime import cli
-from psearch_jax.runtime.paths import absolute
-from psearch_jax.types import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
 CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
-REPLAY = flags.DEFINE_string("replay", None, "A run whose recorded rollouts are learned from; none are sampled.")
 cli.process_flags()
-cli.require("workdir")
-
-
-def given_config() -> Config:
-    """The config from --config, or else that of the run to replay."""
-    if flags.FLAGS["config"].present:
-        config = from_mapping(CONFIG.value.to_dict())
-    elif REPLAY.value:
-        from psearch_jax.train.checkpointing.run_config import config_of
-
-        recorded = config_of(REPLAY.value, training=True)
-        if recorded is None:
-            raise UserError(
-                f"--replay={REPLAY.value}: no run with a checkpoint, accepted: a run directory, or --config"
-            )
-        config = policy_flags.overridden(recorded)
-    else:
-        raise UserError("--config: none given, accepted: a file such as configs/smoke.py, or --replay=RUN")
-    if REPLAY.value:
-        config = replace(config, train=replace(config.train, replay=str(absolute(REPLAY.value))))
-    return config
+cli.require("config", "workdir")
 
 
 def main(_: list[str]) -> None:
@@ -55,7 +24,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.train import trainer
 
     cli.configure_jax()
-    config = given_config()
+    config = from_mapping(CONFIG.value.to_dict())
     run = build.training_run(config)
     try:
         summary = trainer.train(run, WORKDIR.value, CHANGES.value)
@@ -81,4 +50,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, defaults=policy_flags.DEFAULTS)
+    cli.run(main)

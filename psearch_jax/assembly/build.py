@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -22,7 +20,7 @@ from psearch_jax.assembly.policies import (
     with_adapter_shape,
 )
 from psearch_jax.assembly.programs import make_sampler
-from psearch_jax.assembly.questions import questions_of, world_of
+from psearch_jax.assembly.questions import load_questions, make_world
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import Config, DecoderConfig, Method, with_method
 from psearch_jax.data.loader import QuestionLoader
@@ -47,7 +45,7 @@ from psearch_jax.sharding import (
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import checkpoint, settings
-from psearch_jax.train.checkpointing.run_config import has_checkpoints, tokenizer_of
+from psearch_jax.train.checkpointing.run_config import has_checkpoints, locate_tokenizer
 from psearch_jax.train.critic import build_critic, critic_learning, init_critic, without_lm_head
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.replay import Recording
@@ -147,13 +145,11 @@ def engine(
         tokenizer = load_tokenizer(config, model, path)
     tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)
     sampler = make_sampler(config, model, rollout_mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
-    world = world_of(config)
+    world, render = make_world(config), make_renderer(config, tokenizer)
     if retriever is None and needs_retriever(config):
         with progress.step("opening the passages"):
             retriever = make_retriever(config, world)
-    collector = Collector.of(
-        sampler, tokenizer, retriever, make_renderer(config, tokenizer), config.rollout, config.retrieval
-    )
+    collector = Collector.of(sampler, tokenizer, retriever, render, config.rollout, config.retrieval)
     return Engine(config, model, tokenizer, path, mesh, params, collector, world)
 
 
@@ -165,38 +161,33 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     """
     check_template(with_method(config))  # before loading weights, which may take minutes
     parts = engine(config, training=True, retriever=retriever)
-    given, config = config, parts.config
+    user_config, config = config, parts.config
     log.info(parts.describe())
     learning, adapters, mesh = config.learning, config.model.lora, parts.mesh
     if config.train.staleness and not learning.importance_cap and learning.old_logprobs != "sampler":
         log.warning("rollouts are sampled with older weights without a correction: set learning.importance_cap=2")
     recording = Recording(config.train.replay) if config.train.replay else None
-    questions, evaluation = questions_of(config, parts.world)
+    questions, evaluation = load_questions(config, parts.world)
     evaluation = [] if recording else evaluation
     total_updates = updates_per_step(config) * config.train.steps
-    optimizer = make_optimizer(learning, total_updates)
-    learner = Learner(
-        config,
-        parts.model,
-        optimizer,
-        mesh,
-        parts.tokenizer.size,
-        base=parts.params if adapters else None,
-        rollout_mesh=parts.collector.sampler.mesh,
-    )
+    optimizer, base = make_optimizer(learning, total_updates), parts.params if adapters else None
+    rollout_mesh, n_ids = parts.collector.sampler.mesh, parts.tokenizer.size
+    learner = Learner(config, parts.model, optimizer, mesh, n_ids, base=base, rollout_mesh=rollout_mesh)
     trained = init_adapters(config, parts.model, mesh) if adapters else parts.params
     reference = None
     if learning.kl_coefficient > 0:
         reference = trained if config.model.adapters else learner.reference_copy(parts.params)
-    abstract, critic = abstract_state(trained, optimizer), None
-    initial_state = functools.partial(init_state, trained, optimizer, mesh)
+    abstract, critic, critic_start = abstract_state(trained, optimizer), None, None
     if learning.algorithm == "ppo":
         critic_optimizer = make_optimizer(critic_learning(config), total_updates)
-        base = without_lm_head(parts.params) if adapters else None
-        critic = build_critic(config, parts.model, critic_optimizer, mesh, base)
-        critic_params = init_critic(parts.params, parts.model, adapters, config.seed, mesh)
-        abstract = replace(abstract, critic=abstract_state(critic_params, critic_optimizer))
-        initial_state = functools.partial(_init_both, trained, optimizer, critic_params, critic_optimizer, mesh)
+        headless = without_lm_head(parts.params) if adapters else None
+        critic = build_critic(config, parts.model, critic_optimizer, mesh, headless)
+        critic_start = init_critic(parts.params, parts.model, adapters, config.seed, mesh), critic_optimizer
+        abstract = replace(abstract, critic=abstract_state(*critic_start))
+
+    def initial_state() -> TrainState:
+        state = init_state(trained, optimizer, mesh)
+        return replace(state, critic=init_state(*critic_start, mesh)) if critic_start else state
 
     loader = QuestionLoader(
         questions,
@@ -206,6 +197,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         process_count=jax.process_count(),
         fingerprint=getattr(questions, "fingerprint", None),
     )
+    contents = _describe_inputs(config, parts, loader.fingerprint, evaluation)
     return Run(
         config=config,
         collector=parts.collector,
@@ -218,25 +210,13 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         initial_state=initial_state,
         model=parts.model,
         tokenizer_path=parts.tokenizer.directory,
-        given=given,
+        user_config=user_config,
         reference=reference,
         critic=critic,
         recording=recording,
         lora=checkpoint.lora_record(config.model, config.seed, parts.path),
-        settings=settings.record(
-            config, _describe_inputs(config, parts, loader.fingerprint, evaluation), unused="sft"
-        ),
+        settings=settings.record(config, contents, unused="sft"),
     )
-
-
-def _init_both(
-    params: nnx.State,
-    optimizer: optax.GradientTransformation,
-    critic_params: nnx.State,
-    critic_optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-) -> TrainState:
-    return replace(init_state(params, optimizer, mesh), critic=init_state(critic_params, critic_optimizer, mesh))
 
 
 def _describe_inputs(
@@ -262,7 +242,7 @@ def from_path(config: Config, path: str) -> Engine:
     model, params, loop = checkpoint.load_params(
         path, lambda abstract: param_shardings(abstract, STORAGE, mesh), jnp.dtype(config.model.sampling_dtype)
     )
-    section = {"path": "", "adapters": "", "tokenizer": tokenizer_of(config, loop["tokenizer"])}
+    section = {"path": "", "adapters": "", "tokenizer": locate_tokenizer(config, loop["tokenizer"])}
     if loop.get("lora"):
         section |= {"lora_rank": loop["lora"]["rank"], "lora_alpha": loop["lora"]["alpha"]}
     return engine(replace(config, model=replace(config.model, **section)), params=params, model=model)

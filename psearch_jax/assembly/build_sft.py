@@ -36,7 +36,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     Raises:
       UserError: as `engine` and `read_rows`; input files are checked before any weights are loaded.
     """
-    given, config = config, with_adapter_shape(with_method(config))
+    user_config, config = config, with_adapter_shape(with_method(config))
     validate(config, training=False)
     section, m = config.sft, config.model
     path = packaged(m.path) if m.path in ("toy", "") else hf.resolve(m.path)
@@ -80,7 +80,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     }
     return SupervisedRun(
         config=config,
-        given=given,
+        user_config=user_config,
         trainer=trainer,
         batches=loop.RowBatches(trained, section.batch_rows, config.seed, trainer.pack),
         held_out=[rows[i] for i in sorted(held)],

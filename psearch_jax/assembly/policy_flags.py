@@ -16,7 +16,7 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from psearch_jax.config import Config, Method, ModelSection, defaults, from_mapping, to_mapping, with_method
+from psearch_jax.config import Config, Method, defaults, from_mapping, to_mapping, with_method
 from psearch_jax.limits import MAX_TEMPERATURE
 from psearch_jax.runtime import cli, hub
 from psearch_jax.runtime.paths import is_remote
@@ -74,56 +74,47 @@ def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (fro
       UserError: there is no such policy, adapters are named for a run's checkpoints, more than one flag names
         passages, or a field has a value that is not accepted.
     """
-    _check_place(model)
-    from psearch_jax.train.checkpointing.run_config import config_of, has_checkpoints
+    path = Path(model)
+    if model != "toy" and not is_remote(model) and not path.exists() and path.parent.is_dir():
+        if not hub.reachable(model):  # reported before other missing flags
+            raise UserError(f"--model={model}: there is no such directory")
+    from psearch_jax.train.checkpointing.run_config import has_checkpoints, load_run_config
 
     values = flags.FLAGS
-    named = {"--adapters": values.adapters, "--config.model.adapters": _set_fields().get("model.adapters")}
-    for flag, adapters in named.items():
-        if adapters and has_checkpoints(model):
+    adapters = {"--adapters": values.adapters, "--config.model.adapters": _overrides().get("model.adapters")}
+    for flag, directory in adapters.items():
+        if directory and has_checkpoints(model):
             raise UserError(
-                f"{flag}={adapters}: found with --model={model}, whose checkpoints are complete policies; accepted: "
+                f"{flag}={directory}: found with --model={model}, whose checkpoints are complete policies; accepted: "
                 "with weights in Hugging Face format (launch/export_hf.py writes them)"
             )
     if values["config"].present:
         config = from_mapping(values.config.to_dict())
     else:
-        config = config_of(model) or default
+        config = load_run_config(model) or default
     if values.adapters:
         config = replace(config, model=replace(config.model, adapters=values.adapters, lora_rank=0))
     if chosen := passages():
         # Never send the token of the run's own server to another server.
         config = replace(config, retrieval=replace(config.retrieval, **chosen, token_file=""))
-    return overridden(config)
+    return apply_overrides(config)
 
 
-def _check_place(model: str) -> None:
-    """Raises `UserError` for a path without a directory, before other missing flags are reported."""
-    place = Path(model)
-    if model == "toy" or is_remote(model) or place.exists():
-        return
-    if place.parent.is_dir() and not hub.reachable(model):
-        raise UserError(f"--model={model}: there is no such directory")
-
-
-def overridden(config: Config) -> Config:
+def apply_overrides(config: Config) -> Config:
     """The config with the fields that `--config.SECTION.FIELD` sets."""
-    if not (given := _set_fields()):
-        return config
     fields = ConfigDict(to_mapping(config))
-    fields.update_from_flattened_dict(given)
+    fields.update_from_flattened_dict(_overrides())
     return from_mapping(fields.to_dict())
 
 
 def refuse_without_effect(fields: Mapping[str, str], what: str) -> None:
     """Raises `UserError` if the command line sets a field that has no effect on `what`; `fields`: why, by field."""
-    given = _set_fields()
-    for field, why in fields.items():
-        if field in given:
-            raise UserError(f"--config.{field}: found {given[field]!r}, which has no effect on {what}: {why}")
+    for field, value in _overrides().items():
+        if field in fields:
+            raise UserError(f"--config.{field}: found {value!r}, which has no effect on {what}: {fields[field]}")
 
 
-def _set_fields() -> dict[str, Any]:
+def _overrides() -> dict[str, Any]:
     """The values that `--config.SECTION.FIELD` sets, by SECTION.FIELD."""
     return {} if flags.FLAGS.config is None else config_flags.get_override_values(flags.FLAGS["config"])
 
@@ -133,12 +124,11 @@ def passages() -> dict[str, str]:
 
     Raises `UserError` if several flags name passages.
     """
-    given = _set_fields()
     named = {}
     for field, flag in {"index": "index", "corpus": "corpus", "url": "retriever_url"}.items():
         named[f"--{flag}"] = field, flags.FLAGS[flag].value
-        named[f"--config.retrieval.{field}"] = field, given.get(f"retrieval.{field}")
-    named = {flag: place for flag, place in named.items() if place[1]}
+        named[f"--config.retrieval.{field}"] = field, _overrides().get(f"retrieval.{field}")
+    named = {flag: (field, value) for flag, (field, value) in named.items() if value}
     if len(named) > 1:
         raise UserError(f"{', '.join(named)}: found several, accepted: one of them")
     return {"index": "", "corpus": "", "url": "", **dict(named.values())} if named else {}
@@ -173,29 +163,25 @@ def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
         default = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
     base = config(model(), default)
     refuse_without_effect(_NO_EFFECT, "single questions")
-    given = _set_fields()
     # A user who waits should learn within seconds that a server is down, whatever suits the policy's training.
-    patience = {name: min(PATIENCE_S, getattr(base.retrieval, name)) for name in ("timeout_s", "retry_deadline_s")}
-    own = {name: value for name, value in patience.items() if f"retrieval.{name}" not in given}
-    retrieval = replace(base.retrieval, **own)
+    patience = {
+        name: min(PATIENCE_S, getattr(base.retrieval, name))
+        for name in ("timeout_s", "retry_deadline_s")
+        if f"retrieval.{name}" not in _overrides()
+    }
+    retrieval = replace(base.retrieval, **patience)
     # A question that a user asks has no stored prompt, so the default template replaces `row`.
     template = Config().data.template if base.data.prompts_in_rows else base.data.template
     data = replace(base.data, template=template, source="" if passages() else base.data.source)
     rollout = replace(base.rollout, slots=-(-slots // jax.device_count()) * jax.device_count(), samples=samples)
-    served = replace(base, data=data, retrieval=retrieval, rollout=rollout, model=_for_device(base.model))
-    has_passages = data.source == "closed_world" or retrieval.passages
-    if with_method(served).rollout.search_turns and not has_passages:
+    # On a CPU, XLA would convert all 16-bit weights to float32 in every call, in more memory.
+    on_cpu = {"sampling_dtype": "float32"} if jax.default_backend() == "cpu" else {}
+    served = replace(base, data=data, retrieval=retrieval, rollout=rollout, model=replace(base.model, **on_cpu))
+    if with_method(served).rollout.search_turns and data.source != "closed_world" and not retrieval.passages:
         raise UserError(
             "--index: none given, accepted: a directory made by launch/build_index.py (or --corpus, --retriever_url)"
         )
     return served
-
-
-def _for_device(model: ModelSection) -> ModelSection:
-    """On a CPU, samples in float32: there XLA converts all 16-bit weights to float32 in every call, in more memory."""
-    if jax.default_backend() != "cpu":
-        return model
-    return replace(model, sampling_dtype="float32")
 
 
 def examples(world: object | None) -> tuple[str, ...]:

@@ -19,14 +19,14 @@ log = logging.getLogger("psearch_jax")
 WORLD_SHARES: dict[Kind, float] = {"parallel": 0.5, "sequential": 0.4}  # the rest: single
 
 
-def world_of(config: Config) -> ClosedWorld | None:
+def make_world(config: Config) -> ClosedWorld | None:
     """The closed world that the questions come from; None if they come from elsewhere."""
     if config.data.source != CLOSED_WORLD:
         return None
     return ClosedWorld.make(config.data.world_seed, names=config.data.world_names)
 
 
-def questions_of(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Question], list[Question]]:
+def load_questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[Question], list[Question]]:
     """Training questions, and at most eval.questions_per_kind evaluation questions of each kind.
 
     Without a closed world, evaluation questions come from data.validation or data.validation_share, if set.

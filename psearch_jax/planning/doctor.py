@@ -15,7 +15,7 @@ import jax
 from psearch_jax.assembly import build
 from psearch_jax.assembly.checks import missing_inputs, needs_retriever
 from psearch_jax.assembly.policies import load_tokenizer, with_adapter_shape
-from psearch_jax.assembly.questions import check_best_metric, world_of
+from psearch_jax.assembly.questions import check_best_metric, make_world
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.held_out import hold_out, pick
 from psearch_jax.data.prepared import are_there, kinds_of, open_questions
@@ -228,7 +228,7 @@ def check_passages(config: Config) -> str | None:
     """Checks that the retriever answers, and measures how fast."""
     if not needs_retriever(config):
         return "none: the run does not search"
-    world = world_of(config)
+    world = make_world(config)
     if not (world or config.retrieval.passages):
         return None
     retriever = build.make_retriever(config, world, retry_deadline_s=0.0)
@@ -276,7 +276,7 @@ def check_workdir(config: Config, workdir: str) -> str:
     except UserError:
         return f"{workdir}: starts a new run; it contains no checkpoint"
     now = recorded.record(with_adapter_shape(config), {}, unused="sft")  # contents of files are compared at the start
-    recorded.accepted_changes(read_loop(step), now, Path(workdir), allow_changes=False)
+    recorded.check_changes(read_loop(step), now, Path(workdir), allow_changes=False)
     return f"{workdir}: resumes after step {step.name}"
 
 

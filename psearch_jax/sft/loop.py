@@ -27,12 +27,11 @@ from psearch_jax.models import decoder
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import WEIGHT, Ratio
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
-from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest, saved_after
+from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest, describe_saved
 from psearch_jax.train.learner import token_logprobs
-from psearch_jax.train.monitoring.alarms import MAX_NONFINITE_UPDATES
 from psearch_jax.train.saving import CHECKPOINT_EVERY_S
 from psearch_jax.train.state import GRADIENT_CLIP, TrainState
-from psearch_jax.train.trainable import Trainable
+from psearch_jax.train.trainable import MAX_NONFINITE_UPDATES, Trainable
 from psearch_jax.types import MicroBatch, TrainBatch, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -204,7 +203,7 @@ def fit(
                 if step:
                     save(step)
                 checkpoints.wait()
-            raise Interrupted(saved_after(step)) from None
+            raise Interrupted(describe_saved(step)) from None
         if metrics["nonfinite_in_a_row"] >= MAX_NONFINITE_UPDATES:
             raise UserError(
                 f"step {step + 1}: loss or gradient was not finite in {MAX_NONFINITE_UPDATES} updates in a "

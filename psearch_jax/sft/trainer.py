@@ -33,7 +33,7 @@ class SupervisedRun:
     """The parts of a supervised run, made by build.py."""
 
     config: Config
-    given: Config  # as the user set it, without the changes of the method; recorded in config.json
+    user_config: Config  # as the user set it, without the changes of the method; recorded in config.json
     trainer: SupervisedTrainer
     batches: RowBatches
     held_out: Sequence[Row]  # transcripts whose loss is logged and which are not trained on
@@ -59,12 +59,12 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
     make_writable(workdir)
     started, epoch = time.monotonic(), run.batches.steps_per_epoch
     with ExitStack() as closers:
-        closers.enter_context(run.stop.heard())
+        closers.enter_context(run.stop.listen())
         checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)
         closers.enter_context(closing(checkpoints))
         step, state = _resume(run, checkpoints, workdir, allow_changes)
         if processes.first():
-            write_config(workdir, run.given, step)
+            write_config(workdir, run.user_config, step)
             # Without a checkpoint, also what another start measured at step 0.
             cut_jsonl(workdir / "metrics.jsonl", step + 1 if step else 0)
         if step == run.steps and (known := _known_summary(workdir)):  # nothing left to do
@@ -139,7 +139,7 @@ def _resume(
     """The steps taken and the state after them, from the newest checkpoint or at step 0."""
 
     def accept(loop: Mapping[str, Any]) -> None:
-        settings.accepted_changes(loop, run.record["settings"], workdir, allow_changes)
+        settings.check_changes(loop, run.record["settings"], workdir, allow_changes)
 
     make, run.initial_state = run.initial_state, None  # it holds the weights that the state is made from
     assert make is not None, "a run is trained once"

@@ -39,9 +39,9 @@ def token_values(model: decoder.Decoder, micro_batch: MicroBatch) -> jax.Array:
     Returns:
       [B, W] float32; 0 where the mask is 0.
     """
-    hidden, _, wanted = hidden_states(model, micro_batch)
+    hidden, _, in_mask = hidden_states(model, micro_batch)
     before = jnp.pad(model.values(hidden[:, :-1]), ((0, 0), (1, 0)))
-    return jnp.where(wanted, before, 0.0)
+    return jnp.where(in_mask, before, 0.0)
 
 
 def build_critic(

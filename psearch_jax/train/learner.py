@@ -33,8 +33,8 @@ def token_logprobs(
     Returns:
       ([B, W], [B, W]) float32; 0 where the mask is 0.
     """
-    hidden, ids, wanted = hidden_states(model, micro_batch)
-    predicted = model.logprobs(hidden[:, :-1], ids[:, 1:], temperature, n_ids, wanted[:, 1:])
+    hidden, ids, in_mask = hidden_states(model, micro_batch)
+    predicted = model.logprobs(hidden[:, :-1], ids[:, 1:], temperature, n_ids, in_mask[:, 1:])
     logprobs, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in predicted)
     return logprobs, entropy
 

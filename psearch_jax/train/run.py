@@ -41,7 +41,7 @@ class Run:
     initial_state: Callable[[], TrainState] | None  # makes the state of step 0 from weights that it holds
     model: DecoderConfig
     tokenizer_path: str
-    given: Config  # as the user set it; recorded in config.json
+    user_config: Config  # as the user set it; recorded in config.json
     reference: nnx.State | None = None  # None when the KL coefficient is 0
     critic: Trainable | None = None  # PPO only
     recording: Recording | None = None  # of the rollouts to learn from, in place of sampling

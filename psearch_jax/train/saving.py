@@ -17,7 +17,7 @@ from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.best import Best
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
 from psearch_jax.train.checkpointing.in_flight import gather_in_flight, restore_in_flight
-from psearch_jax.train.checkpointing.preemption import Interrupted, saved_after
+from psearch_jax.train.checkpointing.preemption import Interrupted, describe_saved
 from psearch_jax.train.critic import critic_learning
 from psearch_jax.train.run import Run
 from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
@@ -26,26 +26,17 @@ from retrieval.protocol import RetrievalError
 
 log = logging.getLogger("psearch_jax")
 CHECKPOINT_EVERY_S = 20 * 60.0  # a step that ends this long after the last checkpoint is saved
-# Fields that rollouts in flight depend on: under other values they would be continued wrongly.
-_ROLLOUT_FIELDS = (
-    "data.",
-    "method",
-    "model.tokenizer",
-    "retrieval.",
-    "rollout.",
-    "seed",
-    "train.prompts",
-    "train.staleness",
-)
+# Fields, or prefixes of fields, that rollouts in flight depend on: under other values they would be continued wrongly.
+_OF_ROLLOUTS = ("data.", "method", "model.tokenizer", "retrieval.", "rollout.", "seed")
+_OF_ROLLOUTS += ("train.prompts", "train.staleness")
 EVALUATION_DUE = "evaluation_due"  # in a checkpoint's loop
 
 
 class Saver:
     """Saves the state: regularly, and where validation finds the best policy so far."""
 
-    def __init__(self, run: Run, checkpoints: Checkpoints, writer: MetricsWriter):
-        self._run, self.checkpoints, self.writer = run, checkpoints, writer
-        self.best: Best | None = None
+    def __init__(self, run: Run, checkpoints: Checkpoints, writer: MetricsWriter, best: Best | None):
+        self._run, self.checkpoints, self.writer, self.best = run, checkpoints, writer, best
         self._record = {"model": model_record(run.model), "tokenizer": run.tokenizer_path, "settings": run.settings}
         self._record |= {"lora": run.lora} if run.lora else {}
         self._saved = time.monotonic()
@@ -55,13 +46,15 @@ class Saver:
         return time.monotonic() - self._saved >= CHECKPOINT_EVERY_S
 
     def save(self, step: int, loader: dict[str, Any], rollouts: InFlight, evaluation_due: bool = False) -> None:
-        """Saves the state after `step` steps.
+        """Saves the state after `step` steps, unless it is saved already.
 
         Args:
           loader: the position at which a resumed run's questions start.
           rollouts: those in flight at that position.
           evaluation_due: the evaluation after this step did not complete; a resumed run starts with it.
         """
+        if step == (self.checkpoints.latest() or 0):
+            return
         loop = {**self._record, "loader": loader, **({EVALUATION_DUE: True} if evaluation_due else {})}
         with self._run.phase("checkpoint"):
             processes.allgather(self.writer.flush)
@@ -78,18 +71,13 @@ class Saver:
             if self.best and self.best.offer(step, figures[kind][name], self._run.state.params, self._record):
                 log.info("step %d has the best %s so far: %.4f", step, metric, figures[kind][name])
 
-    def save_before(self, step: int, loader: dict[str, Any], rollouts: InFlight) -> None:
-        """Saves the state before a discarded step, with loader and rollouts before it."""
-        if step and self.checkpoints.latest() != step:
-            self.save(step, loader, rollouts)
-
     def end(self, stop: Interrupted | RetrievalError) -> NoReturn:
         """Raises the error that ended the run, once everything is on disk, and reports what is saved."""
         self.checkpoints.wait()
-        saved = saved_after(self.checkpoints.latest())
+        message = describe_saved(self.checkpoints.latest())
         if isinstance(stop, Interrupted):
-            raise Interrupted(saved) from None
-        log.error("lost the retriever; %s", saved)
+            raise Interrupted(message) from None
+        log.error("lost the retriever; %s", message)
         raise stop
 
 
@@ -119,8 +107,8 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
 
     def accept(loop: Mapping[str, Any]) -> None:
         nonlocal rollouts
-        changes.update(settings.accepted_changes(loop, run.settings, workdir, allow_changes))
-        kept = "in_flight" in loop and not any(name.startswith(_ROLLOUT_FIELDS) for name in changes)
+        changes.update(settings.check_changes(loop, run.settings, workdir, allow_changes))
+        kept = "in_flight" in loop and not any(name.startswith(_OF_ROLLOUTS) for name in changes)
         rollouts = restore_in_flight(loop["in_flight"], run.config.rollout.samples) if kept else None
 
     run.initial_state = None  # frees the initial weights before the checkpoint is loaded

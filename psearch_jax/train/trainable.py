@@ -35,6 +35,7 @@ from psearch_jax.types import MicroBatch, TrainBatch
 jax.tree_util.register_dataclass(MicroBatch)  # here, because types.py needs no jax
 LossFn = Callable[[decoder.Decoder, MicroBatch], tuple[Ratio, dict[str, Ratio]]]  # loss and metrics
 ScoreFn = Callable[[decoder.Decoder, MicroBatch], jax.Array]  # [B, W] float32; 0 where the mask is 0
+MAX_NONFINITE_UPDATES = 3  # in a row, after which a run stops
 _INTEGERS = ("ids", "segments", "positions")  # int32 fields of a micro-batch; the others are float32
 
 

@@ -6,11 +6,10 @@ Several processes share one directory: all save and restore the checkpoints; the
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from psearch_jax.rl.advantages import trained_rows
 from psearch_jax.rl.batch import make_batch, mini_batches
 from psearch_jax.runtime import cli, processes
 from psearch_jax.runtime.compiling import compile_all
-from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl
+from psearch_jax.runtime.metrics import MetricsWriter
 from psearch_jax.runtime.paths import locate, make_writable
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.best import Best
@@ -33,7 +32,7 @@ from psearch_jax.train.critic import CRITIC
 from psearch_jax.train.monitoring import validation
 from psearch_jax.train.monitoring.alarms import SETTINGS_CHANGED, Alarms, check_finite, read_rows
 from psearch_jax.train.monitoring.figures import learns_policy, step_metrics
-from psearch_jax.train.monitoring.records import report, write_config, write_json, write_trajectories
+from psearch_jax.train.monitoring.records import report, truncate_workdir, write_json, write_trajectories
 from psearch_jax.train.replay import record
 from psearch_jax.train.rollouts import Rollouts, collect_rollouts
 from psearch_jax.train.run import Run
@@ -43,7 +42,6 @@ from psearch_jax.train.trainable import never_stop
 from psearch_jax.types import Question, TrainBatch, UserError
 from retrieval.protocol import RetrievalError
 
-log = logging.getLogger("psearch_jax")
 TRAJECTORIES_PER_STEP = 64  # written to trajectories/
 
 
@@ -61,7 +59,7 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
     """
     try:
         with ExitStack() as closers:
-            closers.enter_context(run.stop.heard())
+            closers.enter_context(run.stop.listen())
             return _train(run, locate(workdir), closers, allow_changes)
     except OSError as error:
         # Rewards and retrievers raise such errors too, of other files and of connections.
@@ -77,72 +75,72 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
 def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> dict[str, Any]:
     config, started = run.config, time.monotonic()
     make_writable(workdir)  # fail now rather than at the first save
-    checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)
-    closers.enter_context(closing(checkpoints))
+    checkpoints = closers.enter_context(closing(Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)))
     start = Start()
     if checkpoints.latest() is not None:
         start = resume(run, checkpoints, workdir, allow_changes)
     elif run.state is None:
         run.begin()
-    step = start.step
+    if run.recording is not None:
+        run.recording.check_steps(start.step, config.train.steps)
     if processes.first():
-        write_config(workdir, run.given, step)
-        dropped = cut_jsonl(workdir / "metrics.jsonl", step)
-        if dropped and not step:
-            log.warning(f"{workdir}: has metrics of {dropped} steps but no checkpoint; starting again at step 0")
-        for file in (workdir / "trajectories").glob("*.jsonl"):
-            if file.stem.isdigit() and int(file.stem) >= step:
-                file.unlink()
+        truncate_workdir(workdir, run.user_config, start.step)
         if settings.affect_evaluation(start.changes, run.settings):
             (workdir / "before.json").unlink(missing_ok=True)  # cannot be compared with evaluations from now on
-    saver = Saver(run, checkpoints, closers.enter_context(closing(MetricsWriter(workdir))))
-    if run.recording is not None:
-        run.recording.check_steps(step, config.train.steps)
+    writer, best = closers.enter_context(closing(MetricsWriter(workdir))), None
     if config.eval.every_steps and run.evaluation:
         # At step 0, any best checkpoint comes from a run that was killed before its first regular checkpoint.
-        digest, until = questions_digest(run.evaluation), step if start.changes or step == 0 else None
-        best = Best(workdir, config.eval.best_metric, digest, run.settings, until)
-        saver.best = closers.enter_context(closing(best))
+        until = start.step if start.changes or start.step == 0 else None
+        digest = questions_digest(run.evaluation)
+        best = closers.enter_context(closing(Best(workdir, config.eval.best_metric, digest, run.settings, until)))
+    saver = Saver(run, checkpoints, writer, best)
     try:
         _compile(run)
-        before = validation.evaluate_once(run, workdir / "before.json", policy_unchanged=step == 0)
-        if start.evaluation_due and saver.best and step < config.train.steps:
-            saver.writer.amend(step - 1, _evaluate(run, saver, step))
-        step = _steps(run, workdir, saver, start)
+        before = validation.evaluate_once(run, workdir / "before.json", policy_unchanged=start.step == 0)
+        if start.evaluation_due and best and start.step < config.train.steps:
+            writer.amend(start.step - 1, _evaluate(run, saver, start.step))
+        step = _take_steps(run, workdir, saver, start)
         after = validation.evaluate_once(run, workdir / "after.json", policy_unchanged=True)
         checkpoints.wait()
-        if saver.best:
+        if best:
             saver.offer(step, after[""])
-            saver.best.wait()
+            best.wait()
     except (Interrupted, RetrievalError) as stop:
         saver.end(stop)
     run.wall_s["total"] = time.monotonic() - started
-    summary = _summary(run, step, saver.best, before, after)
+    summary = {
+        "seed": config.seed,
+        "steps": step,  # above train.steps if the resumed checkpoint is already past it
+        "wall_s": {k: round(v, 2) for k, v in run.wall_s.items()},
+        **({"best": best.record} if best else {}),
+        "before": {},
+        "after": {},
+        **{f"before{suffix}": values for suffix, values in before.items()},
+        **{f"after{suffix}": values for suffix, values in after.items()},
+    }
     if processes.first():
         write_json(workdir / "summary.json", summary)
     return summary
 
 
-def _steps(run: Run, workdir: Path, saver: Saver, start: Start) -> int:
+def _take_steps(run: Run, workdir: Path, saver: Saver, start: Start) -> int:
     """Takes all steps from `start` on, evaluates between them, and saves; returns the number of completed steps."""
-    config, step, changes = run.config, start.step, start.changes
+    config, step, changed = run.config, start.step, bool(start.changes)
     may_search = config.rollout.search_turns > 0
-    may_split = may_search and config.retrieval.max_sub_queries > 1
     # Only the first process truncates and writes metrics.jsonl, and reports.
     alarms = Alarms(may_search, read_rows(workdir / "metrics.jsonl")) if processes.first() else None
     stopped: Interrupted | RetrievalError | None = None
     bar = tqdm(total=config.train.steps, initial=step, unit="step", disable=not processes.on_terminal())
     while step < config.train.steps:
-        loaded, in_flight = run.loader.state(), run.stream.in_flight()
+        position = run.loader.state(), run.stream.in_flight()
         try:
-            done = train_step(run, next(run.loader), step)
+            metrics, rollouts = train_step(run, next(run.loader), step)
         except (Interrupted, RetrievalError):
-            saver.save_before(step, loaded, in_flight)
+            saver.save(step, *position)
             raise
-        metrics = done.metrics | ({SETTINGS_CHANGED: 1.0} if changes else {})
+        metrics |= {SETTINGS_CHANGED: 1.0} if changed else {}
         metrics |= alarms.update(step, metrics) if alarms else {}
-        changes = frozenset()
-        is_last = step + 1 == config.train.steps
+        changed, is_last = False, step + 1 == config.train.steps
         evaluation_due = saver.best is not None and not is_last and (step + 1) % config.eval.every_steps == 0
         if evaluation_due:
             try:
@@ -151,18 +149,18 @@ def _steps(run: Run, workdir: Path, saver: Saver, start: Start) -> int:
             except (Interrupted, RetrievalError) as stop:  # the step is saved below; a resumed run evaluates
                 stopped = stop
         saver.writer.write(step, metrics)
-        write_trajectories(workdir, step, done.rollouts.trajectories, done.rollouts.rewards, TRAJECTORIES_PER_STEP)
+        write_trajectories(workdir, step, rollouts.trajectories, rollouts.rewards, TRAJECTORIES_PER_STEP)
         if config.train.record_rollouts and run.recording is None:
-            record(workdir, step, done.rollouts.draws)
-        report(bar, step, metrics, may_split)
+            record(workdir, step, rollouts.draws)
+        report(bar, step, metrics, may_split=may_search and config.retrieval.max_sub_queries > 1)
         check_finite(run, workdir, step, metrics)
         step += 1
         bar.update()
-        asked = processes.allgather(lambda: (run.stop.arrived, saver.is_late()))
-        if any(arrived for arrived, _ in asked) and step < config.train.steps:
+        requests = processes.allgather(lambda: (run.stop.arrived, saver.is_late()))
+        if any(arrived for arrived, _ in requests) and not is_last:
             stopped = stopped or Interrupted()
-        late = asked[0][1]  # by the clock of the first process
-        if step % config.train.checkpoint_every_steps == 0 or step == config.train.steps or late or stopped:
+        is_late = requests[0][1]  # by the clock of the first process
+        if step % config.train.checkpoint_every_steps == 0 or is_last or is_late or stopped:
             saver.save(step, run.loader.state(), run.stream.in_flight(), evaluation_due)
         if stopped:
             raise stopped
@@ -177,19 +175,14 @@ def _evaluate(run: Run, saver: Saver, step: int) -> dict[str, float]:
     return {f"eval/{kind}/{name}": value for kind, values in figures.items() for name, value in values.items()}
 
 
-@dataclass
-class StepResult:
-    """What a step did, the same in every process."""
-
-    metrics: dict[str, float]
-    rollouts: Rollouts
-
-
-def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult:
-    """One step of GRPO or PPO, after which `run.state` is the new state.
+def train_step(run: Run, questions: Sequence[Question], step: int) -> tuple[dict[str, float], Rollouts]:
+    """One step of GRPO or PPO, after which `run.state` is the new state. The same result in every process.
 
     Args:
       questions: those of this process.
+
+    Returns:
+      The metrics of the step and its rollouts.
 
     Raises:
       Interrupted, RetrievalError: the step is discarded. `run.state` is the state before it.
@@ -203,7 +196,7 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> StepResult
         batch = _score(run, batch, np.asarray([rollouts.rewards[i].total for i in rows]))
     with run.phase("update", times):
         run.state, updates = _update(run, batch, step)
-    return StepResult(step_metrics(run, step, rollouts, batch, updates, times), rollouts)
+    return step_metrics(run, step, rollouts, batch, updates, times), rollouts
 
 
 def _score(run: Run, batch: TrainBatch, totals: np.ndarray) -> TrainBatch:
@@ -259,18 +252,3 @@ def _compile(run: Run) -> None:
         of_critic = run.critic.programs() if run.critic is not None else []
         compile_all(run.learner.programs(run.reference) + of_critic)
     run.stop.checker()()
-
-
-def _summary(
-    run: Run, step: int, best: Best | None, before: Mapping[str, Any], after: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        "seed": run.config.seed,
-        "steps": step,  # above train.steps if the resumed checkpoint is already past it
-        "wall_s": {k: round(v, 2) for k, v in run.wall_s.items()},
-        **({"best": best.record} if best else {}),
-        "before": {},
-        "after": {},
-        **{f"before{suffix}": values for suffix, values in before.items()},
-        **{f"after{suffix}": values for suffix, values in after.items()},
-    }

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from psearch_jax.assembly.questions import questions_of
+from psearch_jax.assembly.questions import load_questions
 from psearch_jax.config import from_mapping
 from psearch_jax.data.held_out import hold_out, pick, without_held_out
 from psearch_jax.data.loader import QuestionLoader
@@ -67,7 +67,7 @@ def test_what_a_run_trains_on_and_validates_with(tmp_path, caplog):
 
     def split(kind="", **data):
         evaluation = {"questions_per_kind": 20, "every_steps": 1, "best_metric": f"{kind}em"}
-        return questions_of(from_mapping({"data": {"source": source, **data}, "eval": evaluation}), None)
+        return load_questions(from_mapping({"data": {"source": source, **data}, "eval": evaluation}), None)
 
     train, validation = split(validation_share=0.15)
     assert len(validation) <= 20 and not {q.id for q in train} & {q.id for q in validation} and len(train) < 100

@@ -214,9 +214,9 @@ def test_a_tokenizer_that_lies_elsewhere_now(tmp_path):
         ("toy", "some/hub-id", "some/hub-id"),
     ]:
         config = Config(model=replace(Config().model, path=first))
-        assert build.tokenizer_of(config, recorded) == expected
+        assert build.locate_tokenizer(config, recorded) == expected
     named = Config(model=replace(Config().model, path="toy", tokenizer="mine"))
-    assert build.tokenizer_of(named, gone) == "mine"
+    assert build.locate_tokenizer(named, gone) == "mine"
 
 
 @pytest.fixture(scope="module", autouse=True)

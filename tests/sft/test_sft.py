@@ -16,7 +16,7 @@ from psearch_jax.assembly import build, build_sft
 from psearch_jax.config import SFTSection
 from psearch_jax.runtime import cli
 from psearch_jax.sft import loop, trainer
-from psearch_jax.train.checkpointing.run_config import config_of
+from psearch_jax.train.checkpointing.run_config import load_run_config
 from psearch_jax.types import UserError
 
 NAMES = ("Ada", "Alan", "Grace", "Edsger", "Barbara", "Donald", "Frances", "John")
@@ -91,7 +91,7 @@ def test_a_run_that_begins_again_keeps_nothing_of_the_last_start(policy, tmp_pat
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "validation/loss": 99.0}\n')
     summary = trainer.train(build_sft.supervised_run(config, str(file)), tmp_path / "run")
     assert 0 < summary["validation_loss"]["0"] < 50
-    recorded = config_of(str(tmp_path / "run"))
+    recorded = load_run_config(str(tmp_path / "run"))
     assert recorded.retrieval == config.retrieval and recorded.reward == config.reward
     assert recorded.retrieval.max_sub_queries > 1 and recorded.method == "search_r1"
 
@@ -177,7 +177,7 @@ def test_a_killed_run_resumes_to_the_same_weights(policy, transcripts, tmp_path)
     assert {p.name for p in names[0]} == {p.name for p in names[1]}
     weights = [(place / "policy" / "model.safetensors").read_bytes() for place in (complete, killed)]
     assert weights[0] == weights[1]
-    exported = config_of(str(complete / "policy"))
+    exported = load_run_config(str(complete / "policy"))
     assert exported and exported.rollout.obs_tokens == 120, (
         "the policy is evaluated with other budgets than it learned"
     )

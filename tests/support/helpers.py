@@ -174,6 +174,12 @@ def make_learner(tokenizer: Tokenizer, model: DecoderConfig, context_tokens: int
     return Learner(config, model, optimizer, one_device_mesh(), tokenizer.size), optimizer
 
 
+def same_bits(ours, theirs) -> bool:
+    """Whether all arrays of two trees are equal."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
 def started(sampler: Sampler, weights, prompts, keys, positions: int, turn_tokens: int, width=0):
     """A state whose slots hold the prompts, padded to at least `width` tokens; None leaves a slot empty."""
     ids = np.zeros((len(prompts), max(width, *(len(p or ()) for p in prompts))), np.int32)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from flax import nnx
+from helpers import same_bits
 from programs import Program, completed, wait_until
 
 from psearch_jax.config import Config, from_mapping
@@ -57,6 +58,17 @@ def metrics_without_clocks(workdir: Path) -> list[dict]:
 def final_params(workdir: Path) -> dict[str, np.ndarray]:
     _, params, _ = checkpoint.load_params(checkpoint.find_checkpoint(workdir))
     return {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(params)}
+
+
+def assert_same_run(workdir: Path, other: Path) -> None:
+    """Metrics, trajectories and parameters are equal to the bit."""
+    assert metrics_without_clocks(workdir) == metrics_without_clocks(other)
+    ours, theirs = final_params(workdir), final_params(other)
+    assert ours.keys() == theirs.keys() and same_bits(ours, theirs)
+    files = sorted(file.name for file in (other / "trajectories").iterdir())
+    assert files == sorted(file.name for file in (workdir / "trajectories").iterdir())
+    for name in files:
+        assert (workdir / "trajectories" / name).read_bytes() == (other / "trajectories" / name).read_bytes()
 
 
 def assert_same_params(workdir: Path, other: Path) -> None:

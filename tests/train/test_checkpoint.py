@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import one_device_mesh, random_params, tiny_config
+from helpers import one_device_mesh, random_params, same_bits, tiny_config
 
 from psearch_jax.config import LearningSection
 from psearch_jax.models import decoder
@@ -33,10 +32,6 @@ def abstract() -> object:
 
 def state_of(step: int):
     return init_state(random_params(CONFIG, seed=step), OPTIMIZER, one_device_mesh())
-
-
-def equal(a, b) -> bool:
-    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), a, b)))
 
 
 @pytest.fixture
@@ -98,7 +93,7 @@ def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_used(saved, tmp_pa
     before = listing(directory / "2")
     assert checkpoint.load_params(tmp_path)[2]["step"] == 1
     state, loop = saved.restore(abstract())
-    assert loop["step"] == 1 and "cannot be read" in caplog.text and equal(state, state_of(1))
+    assert loop["step"] == 1 and "cannot be read" in caplog.text and same_bits(state, state_of(1))
     assert listing(directory / "2.unreadable") == before
     saved.save(2, state_of(2), LOOP)
     saved.wait()
@@ -159,7 +154,7 @@ def test_the_best_checkpoint_is_kept_over_restarts(tmp_path):
     for dtype in (jnp.float32, jnp.bfloat16):
         _, params, loop = checkpoint.load_params(find_best(tmp_path), dtype=dtype)
         expected = jax.tree.map(lambda x: x.astype(dtype), decoder.init_params(CONFIG, 5))  # noqa: B023
-        assert equal(params, expected) and {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+        assert same_bits(params, expected) and {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
     assert loop["best"] == {"metric": "em", "questions": "of these", "value": 0.6} and loop["step"] == 5
     with pytest.raises(UserError, match="--best: .*nothing/best holds no checkpoint"):
         find_best(tmp_path / "nothing")

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import one_device_mesh, random_params, tiny_config, training_config
+from helpers import one_device_mesh, random_params, same_bits, tiny_config, training_config
 from runs import small_config
-from test_learner import CONFIG, ROWS, S, same_bits, some_batch, worst
+from test_learner import CONFIG, ROWS, S, some_batch, worst
 
 from psearch_jax.assembly import build
-from psearch_jax.config import Lora, from_mapping, to_mapping
-from psearch_jax.limits import validate
+from psearch_jax.config import Lora
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
 from psearch_jax.rl import gae
@@ -23,7 +22,7 @@ from psearch_jax.train.critic import build_critic, critic_learning, init_critic,
 from psearch_jax.train.state import init_state, make_optimizer
 from psearch_jax.train.trainable import Trainable
 from psearch_jax.train.trainer import train_step
-from psearch_jax.types import RewardParts, UserError
+from psearch_jax.types import RewardParts
 
 
 def make_critic(lora: Lora | None = None, seed: int = 4) -> tuple[Trainable, nnx.State]:
@@ -131,7 +130,7 @@ def test_a_step_of_ppo_trains_both_and_a_pretraining_step_only_the_critic(tiny_p
     monkeypatch.setattr(run, "reward", by_length)
     for step in range(2):
         learned.clear()
-        metrics = train_step(run, next(run.loader), step).metrics
+        metrics, _ = train_step(run, next(run.loader), step)
         advantage, sampled = (np.concatenate([getattr(p, name) for p in learned]) for name in ("advantage", "mask"))
         assert advantage[sampled > 0].std() == pytest.approx(1, abs=1e-3)
         policies.append(jax.device_get(run.state.params))
@@ -147,24 +146,6 @@ def test_a_step_of_ppo_trains_both_and_a_pretraining_step_only_the_critic(tiny_p
     assert same_bits(state, run.state)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"learning.algorithm": "grpo", "rollout.samples": 1}, "samples"),
-        ({"train.dynamic_sampling_rounds": 1}, "dynamic_sampling_rounds"),
-        ({"critic.pretrain_steps": 60}, "pretrain_steps"),
-    ],
-)
-def test_settings_of_the_other_algorithm_are_refused(fields, said):
-    """Each message names the field."""
-    values = to_mapping(from_mapping({"learning": {"algorithm": "ppo"}, "train": {"steps": 60}}))
-    for name, value in fields.items():
-        section, _, key = name.partition(".")
-        values[section][key] = value
-    with pytest.raises(UserError, match=said):
-        validate(from_mapping(values))
-
-
 def test_a_step_of_ppo_pays_the_reward_and_the_kl(tiny_policy, monkeypatch):
     """Returns are those of GAE with the KL in the reward of every token."""
     fields = {"learning.gamma": 0.9, "learning.gae_lambda": 0.5, "learning.kl_coefficient": 0.5, "train.prompts": 8}
@@ -176,7 +157,7 @@ def test_a_step_of_ppo_pays_the_reward_and_the_kl(tiny_policy, monkeypatch):
     run.state = replace(run.state, critic=replace(critic, params=jax.tree.map(lambda x: x + 0.1, critic.params)))
     seen, update = [], run.critic.update
     monkeypatch.setattr(run.critic, "update", lambda *a: (seen.append(a[1]), update(*a))[1])
-    totals = np.array([parts.total for parts in train_step(run, next(run.loader), 0).rollouts.rewards])
+    totals = np.array([parts.total for parts in train_step(run, next(run.loader), 0)[1].rewards])
     batch = {name: np.concatenate([getattr(b, name) for b in seen]) for name in vars(seen[0])}
     mask, values, old, ref = (batch[name] for name in ("mask", "values", "old_logprobs", "ref_logprobs"))
     assert np.abs(old - ref).max() > 0.01 and np.abs(values).max() > 0.01

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import same_bits
 from programs import Program
 from runs import command, final_params, metrics_without_clocks, run, small_config, wait_for
 
@@ -40,13 +40,8 @@ def recorded(tmp_path_factory):
     return workdir
 
 
-def replay_command(recorded, workdir, **fields) -> list[str]:
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    return [sys.executable, "launch/train.py", f"--replay={recorded}", f"--workdir={workdir}", *flags]
-
-
-def same(ours, theirs) -> bool:
-    return ours.keys() == theirs.keys() and all(np.array_equal(ours[k], theirs[k]) for k in ours)
+def replay_command(recorded, workdir, steps: int = STEPS, **fields) -> list[str]:
+    return command(workdir, "toy", steps, **{**RECORDED, "train.replay": recorded, **fields})
 
 
 def test_a_replay_repeats_the_run_to_the_bit(recorded, tmp_path):
@@ -56,7 +51,7 @@ def test_a_replay_repeats_the_run_to_the_bit(recorded, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     run(replay_command(recorded, tmp_path))
-    assert same(final_params(tmp_path), final_params(recorded))
+    assert same_bits(final_params(tmp_path), final_params(recorded))
     ours, theirs = (metrics_without_clocks(workdir) for workdir in (tmp_path, recorded))
     for repeated, original in zip(ours, theirs, strict=True):
         assert repeated == {k: v for k, v in original.items() if not k.startswith(("cost/", "eval/"))}
@@ -68,7 +63,7 @@ def test_a_replay_repeats_the_run_to_the_bit(recorded, tmp_path):
 def test_another_objective_on_the_same_rollouts(recorded, tmp_path):
     """Rewards, advantages and updates follow the settings of the replay."""
     run(replay_command(recorded, tmp_path, **{"learning.advantage": "leave_one_out", "reward.decomposition": 0}))
-    assert not same(final_params(tmp_path), final_params(recorded))
+    assert not same_bits(final_params(tmp_path), final_params(recorded))
     ours, theirs = (
         [json.loads(line) for line in (workdir / "trajectories" / "000001.jsonl").read_text().splitlines()]
         for workdir in (tmp_path, recorded)
@@ -106,22 +101,12 @@ def test_every_field_of_a_trajectory_is_recorded(tmp_path):
         recording.check_steps(0, 2)
 
 
-def test_replays_of_other_runs_are_refused(recorded, tmp_path, tiny_policy):
+def test_replays_of_other_runs_are_refused(recorded, tmp_path):
     """In one line."""
     (tmp_path / "empty").mkdir()
-    run(command(tmp_path / "plain", tiny_policy, 1))
-    refused = replay_command(tmp_path / "empty", tmp_path / "refused")
     for arguments, message in [
-        (
-            replay_command(recorded, tmp_path / "refused", **{"seed": 5}),
-            "000000.json.z: found no rollouts of question",
-        ),
-        (refused, "empty: holds no checkpoint, accepted: a run directory"),
-        (
-            replay_command(tmp_path / "plain", tmp_path / "refused"),
-            "has no recorded rollouts, accepted: the directory",
-        ),
-        ([*refused[:2], refused[3]], "--config: none given, accepted: a file such as configs/smoke.py, or --replay"),
+        (replay_command(recorded, tmp_path / "new", seed=5), "000000.json.z: found no rollouts of question"),
+        (replay_command(tmp_path / "empty", tmp_path / "new"), "has no recorded rollouts, accepted: the directory"),
     ]:
         error = run(arguments, expect=2).stderr
         assert message in error and "Traceback" not in error

@@ -15,7 +15,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import final_params, metrics_without_clocks, small_config
+from helpers import same_bits
+from runs import assert_same_run, metrics_without_clocks, small_config
 
 from psearch_jax.assembly import build
 from psearch_jax.config import from_mapping, to_mapping
@@ -39,16 +40,18 @@ FIELDS = {
 @pytest.fixture(scope="module")
 def parts(tiny_policy):
     """A run whose steps have two updates of two micro-batches each, with its initial state kept for later runs."""
-    return kept(tiny_policy)
+    return build_run(tiny_policy)
 
 
 @pytest.fixture(scope="module")
 def ppo(tiny_policy):
     """The same with a critic."""
-    return kept(tiny_policy, **{"learning.algorithm": "ppo", "learning.kl_in": "reward", "critic.warmup_ratio": 0.5})
+    return build_run(
+        tiny_policy, **{"learning.algorithm": "ppo", "learning.kl_in": "reward", "critic.warmup_ratio": 0.5}
+    )
 
 
-def kept(policy: Path, **fields) -> trainer.Run:
+def build_run(policy: Path, **fields) -> trainer.Run:
     built = build.training_run(small_config(policy, **FIELDS, **fields))
     built.reward = lambda rollouts: [  # a random policy earns no other
         RewardParts(int(t.ids.sum()) % 7 / 7, 0.0, 0.0, 0.0) for t in rollouts
@@ -58,7 +61,7 @@ def kept(policy: Path, **fields) -> trainer.Run:
     return built
 
 
-def again(parts: trainer.Run, **fields) -> trainer.Run:
+def restart(parts: trainer.Run, **fields) -> trainer.Run:
     """The run as a new process would build it, with other settings."""
     values = to_mapping(parts.config)
     for name, value in fields.items():
@@ -69,19 +72,15 @@ def again(parts: trainer.Run, **fields) -> trainer.Run:
     parts.loader.restore(loader)
     contents = {k: (v["names"], v["is"]) for k, v in parts.settings.items() if isinstance(v, dict)}
     placement = jax.tree.map(lambda x: x.sharding, parts.abstract)
-    own = {"config": config, "given": config, "settings": settings.record(config, contents), "state": None}
+    changed = {"config": config, "user_config": config, "settings": settings.record(config, contents), "state": None}
     warmup = warmup_updates(config.learning, updates_per_step(config) * config.train.steps)
-    own |= {
+    changed |= {
         "initial_state": lambda: with_warmup(jax.device_put(state, placement), warmup),
         "stop": preemption.StopRequest(),
         "stream": parts.collector.stream(config.rollout.samples, config.seed),
         "wall_s": defaultdict(float),
     }
-    return replace(parts, **own)
-
-
-def equal(a, b) -> bool:
-    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), a, b)))
+    return replace(parts, **changed)
 
 
 def listing(directory: Path) -> dict[str, bytes]:
@@ -92,7 +91,7 @@ def listing(directory: Path) -> dict[str, bytes]:
 def whole(parts, tmp_path_factory):
     """The directory of an uninterrupted run of three steps."""
     directory = tmp_path_factory.mktemp("whole")
-    trainer.train(again(parts), directory)
+    trainer.train(restart(parts), directory)
     return directory
 
 
@@ -101,10 +100,10 @@ def whole(parts, tmp_path_factory):
 
 def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
     """A resume under other settings is refused in one line that names each of them."""
-    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
+    trainer.train(restart(parts, **{"train.steps": 1}), tmp_path)
     before = listing(tmp_path)
     other = {"reward.format": 0.2, "learning.kl_coefficient": 0.5, "rollout.samples": 4, "model.lora_alpha": 8.0}
-    run = again(parts, **other)
+    run = restart(parts, **other)
     run.settings["model.path"] = {"names": "/another/model", "is": "0"}
     with pytest.raises(UserError) as caught:
         trainer.train(run, tmp_path)
@@ -123,24 +122,24 @@ def test_every_difference_is_listed_and_nothing_changes(parts, tmp_path):
 
 def test_changes_are_accepted_by_a_flag_and_recorded(parts, tmp_path, caplog):
     """With `allow_changes` the run continues, and the old config is kept with the step until which it applied."""
-    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
+    trainer.train(restart(parts, **{"train.steps": 1}), tmp_path)
     old = (tmp_path / "config.json").read_text()
     changed = {"reward.format": 0.2, "learning.warmup_ratio": 1.0, "train.steps": 2}
-    trainer.train(again(parts, **changed), tmp_path, allow_changes=True)
+    trainer.train(restart(parts, **changed), tmp_path, allow_changes=True)
     assert "reward.format: 0.1, now 0.2" in caplog.text
     assert (tmp_path / "config.until_000001.json").read_text() == old
     assert json.loads((tmp_path / "config.json").read_text())["reward"]["format"] == 0.2
     rates = [row["learning_rate"] for row in metrics_without_clocks(tmp_path)]
     full = parts.config.learning.learning_rate
     assert rates == pytest.approx([full, full * (0.25 + 0.75 * 0.75)])  # the fourth of four updates in all
-    trainer.train(again(parts, **{**changed, "train.steps": 3}), tmp_path)  # accepted settings are now the run's
+    trainer.train(restart(parts, **{**changed, "train.steps": 3}), tmp_path)  # accepted settings are now the run's
     assert len(metrics_without_clocks(tmp_path)) == 3
 
 
 def test_a_longer_run_keeps_its_rates(parts, whole, tmp_path):
     """The warm-up is computed at step 0: a run that is extended does not warm up again."""
-    trainer.train(again(parts, **{"train.steps": 2}), tmp_path)
-    run = again(parts, **{"train.steps": 3})  # its warm-up was computed for 2 steps
+    trainer.train(restart(parts, **{"train.steps": 2}), tmp_path)
+    run = restart(parts, **{"train.steps": 3})  # its warm-up was computed for 2 steps
     trainer.train(run, tmp_path)
     rates = [row["learning_rate"] for row in metrics_without_clocks(tmp_path)]
     full = parts.config.learning.learning_rate
@@ -171,8 +170,8 @@ def test_weights_are_identified_by_their_contents(tiny_policy, tmp_path):
 
 def test_a_resumed_run_never_holds_two_states(parts, tmp_path, monkeypatch):
     """The initial weights are freed before a checkpoint is loaded."""
-    trainer.train(again(parts, **{"train.steps": 1}), tmp_path)
-    run = again(parts, **{"train.steps": 1})
+    trainer.train(restart(parts, **{"train.steps": 1}), tmp_path)
+    run = restart(parts, **{"train.steps": 1})
     weights = run.initial_state()  # stands for the loaded weights, referenced only by `initial_state`
     held = [weakref.ref(x) for x in jax.tree.leaves(weights)]
     run.initial_state = lambda weights=weights: weights
@@ -196,7 +195,7 @@ def test_a_resumed_run_never_holds_two_states(parts, tmp_path, monkeypatch):
 def test_checkpoints_by_time(parts, tmp_path, monkeypatch, seconds, expected):
     """A checkpoint is written once the last one is `CHECKPOINT_EVERY_S` old."""
     monkeypatch.setattr(saving, "CHECKPOINT_EVERY_S", seconds)
-    trainer.train(again(parts), tmp_path)
+    trainer.train(restart(parts), tmp_path)
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == expected
 
 
@@ -223,11 +222,11 @@ class StopAtCheck(preemption.StopRequest):
 
 def stop_before_check(parts, n: int):
     """A step of a run that gets SIGTERM before its n-th check. Returns the run and its state before the step."""
-    run = again(parts)
+    run = restart(parts)
     run.begin()
     run.stop = StopAtCheck(n)
     before = jax.tree.map(np.array, run.state)
-    with run.stop.heard(), pytest.raises(preemption.Interrupted):
+    with run.stop.listen(), pytest.raises(preemption.Interrupted):
         train_step(run, next(run.loader), 0)
     assert run.stop.left == 0, "the step must stop at the n-th check"
     return run, before
@@ -238,18 +237,18 @@ def test_a_step_is_given_up_between_any_two_micro_batches(parts, n):
     """Until the first optimizer step the state is intact. There are four checks each at log-probs and at reference
     log-probs, and two at the first of two updates."""
     run, before = stop_before_check(parts, n)
-    assert equal(run.state, before)
+    assert same_bits(run.state, before)
 
 
 def test_a_step_of_ppo_is_given_up_before_the_critic_learns(ppo):
     """There are twelve checks at log-probs, reference and values, then two at the first update of the critic."""
     run, before = stop_before_check(ppo, 14)
-    assert equal(run.state, before)
+    assert same_bits(run.state, before)
 
 
 def test_a_step_is_completed_once_an_optimizer_step_was_taken(parts, whole, tmp_path, monkeypatch):
     """A request that arrives between two updates of a step ends the run after that step."""
-    run, updates = again(parts), []
+    run, updates = restart(parts), []
     update = run.learner.update
 
     def note(*arguments):
@@ -263,20 +262,20 @@ def test_a_step_is_completed_once_an_optimizer_step_was_taken(parts, whole, tmp_
     with pytest.raises(preemption.Interrupted, match="saved after step 2"):
         trainer.train(run, tmp_path)
     monkeypatch.undo()
-    trainer.train(again(parts), tmp_path)
+    trainer.train(restart(parts), tmp_path)
     assert metrics_without_clocks(tmp_path) == metrics_without_clocks(whole)
 
 
 def test_a_run_of_ppo_resumes_to_the_bit(ppo, tmp_path):
     """The critic, its optimizer and its rate are restored with the policy, and no run may change its algorithm."""
-    trainer.train(again(ppo), tmp_path / "whole")
-    run = again(ppo)
+    trainer.train(restart(ppo), tmp_path / "whole")
+    run = restart(ppo)
     run.stop = StopAtCheck(2 + 14 + 13)
     with pytest.raises(preemption.Interrupted, match="saved after step 1"):
         trainer.train(run, tmp_path / "cut")
     with pytest.raises(UserError, match="learning.algorithm was 'ppo', now 'grpo'"):
-        trainer.train(again(ppo, **{"learning.algorithm": "grpo", "learning.kl_in": "loss"}), tmp_path / "cut", True)
-    trainer.train(again(ppo), tmp_path / "cut")
+        trainer.train(restart(ppo, **{"learning.algorithm": "grpo", "learning.kl_in": "loss"}), tmp_path / "cut", True)
+    trainer.train(restart(ppo), tmp_path / "cut")
     rows = metrics_without_clocks(tmp_path / "cut")
     assert rows == metrics_without_clocks(tmp_path / "whole")
     assert all(np.isfinite(row["critic/loss"]) for row in rows) and rows[0]["critic/gradient_norm"] > 0
@@ -302,7 +301,7 @@ class Alarm:
 def test_ctrl_c_saves_and_a_second_one_ends(capfd):
     """The first Ctrl-C requests a save, the second one raises KeyboardInterrupt."""
     request, before = preemption.StopRequest(), signal.getsignal(signal.SIGINT)
-    with request.heard():
+    with request.listen():
         os.kill(os.getpid(), signal.SIGINT)
         assert request.arrived and request.by_user and "Ctrl-C again stops without saving" in capfd.readouterr().err
         with pytest.raises(preemption.Interrupted):
@@ -325,14 +324,14 @@ def test_sigterms_at_any_moment_change_nothing(parts, deaf, tmp_path):
     """Ten stops at random moments of a step leave metrics, trajectories and weights bit for bit as they would be."""
     steps, rng = {"train.steps": 12}, np.random.default_rng(0)
     uninterrupted, stopped = tmp_path / "whole", tmp_path / "stopped"
-    trainer.train(again(parts, **steps), uninterrupted)
+    trainer.train(restart(parts, **steps), uninterrupted)
     rows = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
     assert all(row["gradient_norm"] > 0 for row in rows), "every step must have a gradient"
     phases = ("rollout_s", "reward_s", "logprobs_s", "update_s")
     seconds = np.mean([sum(row[name] for name in phases) for row in rows[1:]])
     interruptions = []
     for _ in range(10):
-        run = again(parts, **steps)
+        run = restart(parts, **steps)
         run.loader = Alarm(run.loader, 1 + int(rng.random() < 0.3), rng.uniform(0, seconds))
         try:
             trainer.train(run, stopped)
@@ -340,9 +339,5 @@ def test_sigterms_at_any_moment_change_nothing(parts, deaf, tmp_path):
             interruptions.append(str(stop))
         run.loader.timer.cancel()
     assert len(interruptions) == 10
-    trainer.train(again(parts, **steps), stopped)
-    assert metrics_without_clocks(stopped) == metrics_without_clocks(uninterrupted)
-    ours, theirs = final_params(stopped), final_params(uninterrupted)
-    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[k], theirs[k]) for k in ours)
-    for file in (uninterrupted / "trajectories").iterdir():
-        assert file.read_bytes() == (stopped / "trajectories" / file.name).read_bytes()
+    trainer.train(restart(parts, **steps), stopped)
+    assert_same_run(stopped, uninterrupted)

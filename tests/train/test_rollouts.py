@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from runs import final_params, metrics_without_clocks, small_config
+from runs import assert_same_run, metrics_without_clocks, small_config
 
 from psearch_jax.assembly import build
 from psearch_jax.rl.advantages import trained_rows
@@ -20,7 +20,7 @@ def loud(question: Question) -> bool:
     return zlib.crc32(question.id.encode()) % 2 == 0
 
 
-def made(tiny_policy, **fields) -> trainer.Run:
+def build_run(tiny_policy, **fields) -> trainer.Run:
     parts = build.training_run(small_config(tiny_policy, **fields))
     parts.reward = lambda rollouts: [
         RewardParts(float(loud(t.question) and t.sample % 2), 0.0, 0.0, 0.0) for t in rollouts
@@ -44,8 +44,8 @@ def test_groups_with_a_signal_come_first_and_none_is_cut():
 
 def test_silent_groups_are_drawn_again(tiny_policy):
     """Groups with equal rewards are replaced, no question is used twice, and the number of draws is limited."""
-    parts = made(tiny_policy, **{"train.dynamic_sampling_rounds": 3})
-    once, several = made(tiny_policy), 0
+    parts = build_run(tiny_policy, **{"train.dynamic_sampling_rounds": 3})
+    once, several = build_run(tiny_policy), 0
     once.begin()
     parts.begin()
     for step in range(3):
@@ -75,10 +75,8 @@ def test_a_run_that_draws_again_resumes_to_the_bit(tiny_policy, tmp_path):
         "eval.questions_per_kind": 0,
         "learning.warmup_ratio": 0.0,
     }
-    trainer.train(made(tiny_policy, **fields), tmp_path / "whole")
-    trainer.train(made(tiny_policy, **{**fields, "train.steps": 2}), tmp_path / "parts")
-    trainer.train(made(tiny_policy, **fields), tmp_path / "parts")
-    uninterrupted, resumed = (metrics_without_clocks(tmp_path / name) for name in ("whole", "parts"))
-    assert uninterrupted == resumed and any(row["draws"] > 1 for row in uninterrupted)
-    one, other = (final_params(tmp_path / name) for name in ("whole", "parts"))
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    trainer.train(build_run(tiny_policy, **fields), tmp_path / "whole")
+    trainer.train(build_run(tiny_policy, **{**fields, "train.steps": 2}), tmp_path / "parts")
+    trainer.train(build_run(tiny_policy, **fields), tmp_path / "parts")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    assert any(row["draws"] > 1 for row in metrics_without_clocks(tmp_path / "whole"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from programs import ROOT
-from runs import assert_same_params, command, final_params, metrics_without_clocks, run, start, wait_for
+from runs import assert_same_params, assert_same_run, command, metrics_without_clocks, run, start, wait_for
 
 from psearch_jax.train.checkpointing import checkpoint
 
@@ -31,7 +31,7 @@ def times_of_steps(workdir: Path) -> dict[str, int]:
     return times
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_kills_change_nothing(tiny_policy, tmp_path):
     """A run that is killed at random moments ends bit for bit as an uninterrupted one, with rollouts in flight."""
     rng = np.random.default_rng(0)
@@ -53,14 +53,9 @@ def test_kills_change_nothing(tiny_policy, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     run(command(killed, tiny_policy, STEPS, **fields))
-    assert metrics_without_clocks(killed) == metrics_without_clocks(uninterrupted)
+    assert_same_run(killed, uninterrupted)
     assert [row["step"] for row in metrics_without_clocks(killed)] == list(range(STEPS))
     assert any(row["continued"] for row in metrics_without_clocks(killed))
-    ours, theirs = final_params(killed), final_params(uninterrupted)
-    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[k], theirs[k]) for k in ours)
-    for step in range(STEPS):
-        name = f"{step:06d}.jsonl"
-        assert (killed / "trajectories" / name).read_text() == (uninterrupted / "trajectories" / name).read_text()
 
 
 @pytest.mark.slow

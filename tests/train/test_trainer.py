@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from compilations import CompilationCounter
 from programs import Program
-from runs import command, final_params, metrics_without_clocks, run, small_config, wait_for
+from runs import assert_same_run, command, metrics_without_clocks, run, small_config, wait_for
 
 from configs import smoke
 from psearch_jax.assembly import build, questions
@@ -39,12 +39,7 @@ def test_a_killed_run_resumes_bit_for_bit(tiny_policy, tmp_path):
     process.wait()
     assert not (killed / "summary.json").is_file()
     run(command(killed, tiny_policy, 4))
-    assert metrics_without_clocks(killed) == metrics_without_clocks(tmp_path / "whole")
-    ours, theirs = final_params(killed), final_params(tmp_path / "whole")
-    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[k], theirs[k]) for k in ours)
-    for name in ("000000", "000003"):
-        a, b = ((w / "trajectories" / f"{name}.jsonl").read_text() for w in (killed, tmp_path / "whole"))
-        assert a == b
+    assert_same_run(killed, tmp_path / "whole")
     before, after = (json.loads((w / "summary.json").read_text()) for w in (killed, tmp_path / "whole"))
     assert before["before"] == after["before"] and before["after"] == after["after"]
 
@@ -140,8 +135,8 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tiny_policy, tmp_path):
 
 def test_a_run_stops_after_updates_that_are_not_finite(tiny_policy, tmp_path, monkeypatch):
     """Also if only the first of a step's two mini-batches is bad; the message names the cause."""
-    monkeypatch.setattr(alarms, "MAX_NONFINITE_UPDATES", 1)
     fields = {"train.steps": 3, "eval.questions_per_kind": 0}
+    monkeypatch.setattr(alarms, "MAX_NONFINITE_UPDATES", 1)
     parts = build.training_run(small_config(tiny_policy, **fields))
     rewards, poisoned = parts.reward, iter([np.nan] * 4 + [0.0] * 1000)  # of 8 rollouts, in mini-batches of 4
     parts.reward = lambda ts: [replace(parts, outcome=next(poisoned)) for parts in rewards(ts)]
@@ -176,7 +171,7 @@ def test_figures_before_training_are_only_those_of_the_same_evaluation(tiny_poli
     assert "the summary will have no before figures" in caplog.text and not (tmp_path / "before.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_learning_to_split_in_a_few_steps(tmp_path, monkeypatch):
     """Seven steps on parallel questions raise the reward and the share of splits."""
     # Only parallel questions: a few steps on all kinds would first learn one splitting rate for all of them.

@@ -157,8 +157,12 @@ class Checkpoints(Saving):
         self, checkpoint: Path, state: TrainState, accept: Callable[[Mapping[str, Any]], None]
     ) -> tuple[TrainState, dict[str, Any]]:
         loop = processes.all_or_none(lambda: read_loop(checkpoint))
-        with _reading(checkpoint):
+        try:
             accept(loop)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise Unreadable(f"{checkpoint}: cannot be read ({_first_line(error)})") from error
         _check_shapes(checkpoint, loop, state.params)
         items = {"params": nnx.to_pure_dict(state.params), "optimizer": _by_position(_rest(state))}
         arrays = processes.all_or_none(lambda: _read_arrays(checkpoint, items))
@@ -201,19 +205,15 @@ class Unreadable(UserError):
 
 @contextmanager
 def _reading(checkpoint: Path) -> Iterator[None]:
-    """Turns errors inside the block, except for a UserError, into `Unreadable`."""
+    """Turns errors inside the block into `Unreadable`."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:  # a damaged file can raise anything
-        raise Unreadable(
-            f"{checkpoint}: cannot be read ({_first_line(error)}); nothing was changed, try the same command again"
-        ) from error
+        raise Unreadable(f"{checkpoint}: cannot be read ({_first_line(error)})") from error
 
 
 def _read_newest(checkpoints: Sequence[Path], read: Callable[[Path], Read]) -> tuple[int, Read]:
-    """The first checkpoint that can be read, after how many that cannot.
+    """The number of checkpoints that cannot be read, and the result of the first one that can.
 
     A checkpoint counts as damaged only if an earlier one can be read: otherwise the machine may be the cause.
 
@@ -233,7 +233,7 @@ def _read_newest(checkpoints: Sequence[Path], read: Callable[[Path], Read]) -> t
         for error in errors:
             log.warning("%s; using %s", error, checkpoint)
         return len(errors), result
-    raise errors[0]
+    raise Unreadable(f"{errors[0]}; nothing was changed, try the same command again") from errors[0]
 
 
 def _first_line(error: BaseException) -> str:
@@ -315,7 +315,7 @@ def read_loop(checkpoint: str | Path) -> dict[str, Any]:
 
 def load_params(
     path: str | Path,
-    place: Callable[[nnx.State], nnx.State] | None = None,
+    shard: Callable[[nnx.State], nnx.State] | None = None,
     dtype: Any = jnp.float32,
     with_base: bool = True,
 ) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
@@ -325,7 +325,7 @@ def load_params(
 
     Args:
       path: one checkpoint, or a run directory for its newest readable one.
-      place: maps the abstract parameters to their shardings; default: the first device.
+      shard: maps the abstract parameters to their shardings; default: the host's memory.
       dtype: of the parameters of a run without adapters, converted from float32 while they are loaded.
       with_base: load the base weights of adapters, too.
 
@@ -335,33 +335,28 @@ def load_params(
     checkpoints = processes.broadcast(lambda: find_checkpoints(path))
 
     def read(checkpoint: Path) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
-        return processes.all_or_none(lambda: _load_params(absolute(checkpoint), place, dtype, with_base))
+        return processes.all_or_none(lambda: _load_params(absolute(checkpoint), shard or _on_host, dtype, with_base))
 
     return _read_newest(checkpoints, read)[1]
 
 
-def on_host(abstract: nnx.State) -> nnx.State:
-    """For `place` of `load_params`: the host's memory; the first device if JAX_PLATFORMS excludes the CPU."""
+def _on_host(abstract: nnx.State) -> nnx.State:
+    """Shardings in the host's memory; on the first device if JAX_PLATFORMS excludes the CPU."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         device = jax.local_devices()[0]
-    return _on_device(abstract, device)
-
-
-def _on_device(abstract: nnx.State, device: Any) -> nnx.State:
     return jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(device), abstract)
 
 
 def _load_params(
-    checkpoint: Path, place: Callable[[nnx.State], nnx.State] | None, dtype: Any, with_base: bool
+    checkpoint: Path, shard: Callable[[nnx.State], nnx.State], dtype: Any, with_base: bool
 ) -> tuple[DecoderConfig, nnx.State, dict[str, Any]]:
     loop = read_loop(checkpoint)
     config, abstract = _abstract_params(checkpoint, loop)
-    place = place or (lambda tree: _on_device(tree, jax.devices()[0]))
     record = loop.get("lora")
     low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32 if record else dtype), abstract)
-    target = nnx.to_pure_dict(placed(low, place(abstract)))
+    target = nnx.to_pure_dict(placed(low, shard(abstract)))
     args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
     # The float32 originals in memory at a time are limited to the largest array.
     gigabytes = 1 + max(4 * x.size for x in jax.tree.leaves(low)) // 10**9
@@ -370,7 +365,7 @@ def _load_params(
         values = reader.restore(checkpoint / "params", args=args)
     params = decoder.with_values(abstract, values)
     if record and with_base:
-        params = lora.join_adapters(_load_base(config, loop, place, checkpoint), params)
+        params = lora.join_adapters(_load_base(config, loop, shard, checkpoint), params)
     return config, params, loop
 
 
@@ -391,31 +386,31 @@ def lora_record(model: ModelSection, seed: int, path: str) -> dict[str, Any] | N
     """What a checkpoint of adapters records about their base weights: `path`, or random ones from `seed`."""
     if not model.lora_rank:
         return None
-    where = str(Path(path).resolve()) if path else ""
+    path = str(Path(path).resolve()) if path else ""
     adapters = {"rank": model.lora_rank, "alpha": model.lora_alpha}
-    return {**adapters, "path": where, "name": model.path, "seed": seed, "dtype": model.sampling_dtype}
+    return {**adapters, "path": path, "name": model.path, "seed": seed, "dtype": model.sampling_dtype}
 
 
 def _load_base(
-    config: DecoderConfig, loop: Mapping[str, Any], place: Callable[[nnx.State], nnx.State], checkpoint: Path
+    config: DecoderConfig, loop: Mapping[str, Any], shard: Callable[[nnx.State], nnx.State], checkpoint: Path
 ) -> nnx.State:
     record = loop["lora"]
     dtype = jnp.dtype(record["dtype"])
     if not record["path"]:
-        return decoder.random_params(config, record["seed"], dtype, place)
-    there = hf.locate_recorded_model(record["path"], record.get("name", ""))
-    if there is None:
+        return decoder.random_params(config, record["seed"], dtype, shard)
+    located = hf.locate_recorded_model(record["path"], record.get("name", ""))
+    if located is None:
         raise UserError(
             f"{checkpoint}: its adapters belong to the weights in {record['path']}, which does not exist; accepted: "
             "these weights at that path, of which a symbolic link will do"
         )
-    where = hf.resolve(there)
+    path = hf.resolve(located)
     known = loop.get("settings", {}).get("model.path", {}).get("is")
-    if known and settings.hash_files(where, settings.WEIGHTS) != known:
-        raise UserError(f"{checkpoint}: its adapters belong to other weights than those that are in {where} now")
-    loaded, base = hf.load_hf(where, place, dtype)
+    if known and settings.hash_files(path, settings.WEIGHTS) != known:
+        raise UserError(f"{checkpoint}: its adapters belong to other weights than those that are in {path} now")
+    loaded, base = hf.load_hf(path, shard, dtype)
     if loaded != config:
-        raise UserError(f"{checkpoint}: its adapters belong to another model than the one in {where}")
+        raise UserError(f"{checkpoint}: its adapters belong to another model than the one in {path}")
     return base
 
 

@@ -16,10 +16,10 @@ _EVERY_S = 1.0  # interval between exchanges of several processes; a single proc
 
 
 class Interrupted(Exception):
-    """SIGTERM or Ctrl-C arrived. Raised by a training run, its message is `saved_after` the last saved step."""
+    """SIGTERM or Ctrl-C arrived. Raised by a training run, its message is `describe_saved` the last saved step."""
 
 
-def saved_after(step: int | None) -> str:
+def describe_saved(step: int | None) -> str:
     """What is on disk and what the same command does, for messages; 0 or None: nothing is saved."""
     if step:
         return f"saved after step {step}; the same command resumes"
@@ -37,7 +37,7 @@ class StopRequest:
     arrived = by_user = False
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def listen(self) -> Iterator[None]:
         """Inside the block, SIGTERM and the first SIGINT set `arrived` instead of ending the process."""
 
         def note(number: int, _: object) -> None:

@@ -12,7 +12,7 @@ import jax
 from psearch_jax.config import Config, DecoderConfig, MeshSection, from_mapping, to_mapping
 from psearch_jax.models import hf
 from psearch_jax.runtime.paths import absolute, locate, packaged, read_json
-from psearch_jax.sharding import can_regroup, mesh_sizes
+from psearch_jax.sharding import mesh_sizes
 from psearch_jax.text.prompts import load_template, packaged_templates
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
@@ -23,13 +23,11 @@ EXPORTED = "psearch.json"  # in an export: a config with method, prompt, budgets
 PROMPT = "prompt.txt"  # in an export: a prompt template that is not packaged
 
 
-def config_of(model: str, training: bool = False) -> Config | None:
+def load_run_config(model: str) -> Config | None:
     """The config of the run that `model`, a checkpoint or run directory, belongs to, or of an export; else None.
 
-    A mesh that does not fit this machine's devices is replaced by the default one.
-
-    Args:
-      training: keep both meshes. Else the mesh has all devices, with the sampler's `tensor`.
+    Its mesh has all devices, with the sampler's `tensor` if the run had another one for sampling. A mesh that does not
+    fit this machine's devices is replaced by the default one.
 
     Raises:
       UserError: config.json cannot be read.
@@ -47,15 +45,10 @@ def config_of(model: str, training: bool = False) -> Config | None:
         config = from_mapping(values)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    mesh, devices = config.mesh, jax.device_count()
-    if not training and mesh.rollout_tensor:
-        mesh = MeshSection(tensor=mesh.rollout_tensor)
+    mesh = MeshSection(tensor=config.mesh.rollout_tensor) if config.mesh.rollout_tensor else config.mesh
     try:
-        _, fsdp, tensor = mesh_sizes(mesh, devices)
-        fits = can_regroup(fsdp, tensor, mesh.rollout_tensor or tensor)
-    except UserError:
-        fits = False
-    if not fits:  # the run used another machine
+        mesh_sizes(mesh, jax.device_count())
+    except UserError:  # the run used another machine
         mesh = MeshSection()
     return replace(config, mesh=mesh)
 
@@ -67,7 +60,7 @@ def has_checkpoints(model: str) -> bool:
     return model != "toy" and path.is_dir() and not in_hf_format
 
 
-def tokenizer_of(config: Config, recorded: str) -> str:
+def locate_tokenizer(config: Config, recorded: str) -> str:
     """A directory or hub id with the tokenizer of a checkpoint.
 
     The directory that the config names, if it exists; else the recorded one. If this machine lacks both: what the
@@ -83,7 +76,7 @@ def tokenizer_of(config: Config, recorded: str) -> str:
     return hf.locate_recorded_model(recorded, config.model.path, "tokenizer_config.json") or recorded
 
 
-def exported_shape(shape: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
+def make_export_shape(shape: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
     """The shape with the stop ids of the tokenizer, at which the policy has learned to end its messages.
 
     The files of a base model name fewer: other programs would generate past the answer.
@@ -91,7 +84,7 @@ def exported_shape(shape: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
     return replace(shape, eos_ids=tuple(dict.fromkeys((*shape.eos_ids, *sorted(tokenizer.stop_ids)))))
 
 
-def export_files(config: Config) -> dict[str, bytes]:
+def make_export_files(config: Config) -> dict[str, bytes]:
     """The files that an export adds so that its policy is asked as it was trained, by name.
 
     Empty if the prompt template is a file that does not exist any more: the export then needs a config to be asked.

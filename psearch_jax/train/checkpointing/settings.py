@@ -23,18 +23,8 @@ Record = dict[str, Any]
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 WEIGHTS = ("config.json", "*.safetensors")  # the files that identify a directory of weights
 # Fields, or prefixes of fields, that change the results of an evaluation.
-_OF_EVALUATION = (
-    "data.source",
-    "data.template",
-    "data.validation",
-    "data.world",
-    "eval.questions_per_kind",
-    "eval.temperature",
-    "method",
-    "model.",
-    "retrieval.",
-    "rollout.",
-)
+_OF_EVALUATION = ("data.source", "data.template", "data.validation", "data.world", "eval.questions_per_kind")
+_OF_EVALUATION += ("eval.temperature", "method", "model.", "retrieval.", "rollout.")
 _BLOCK, _BLOCKS = 4096, 64  # size in bytes and number of a large file's sampled blocks
 
 
@@ -54,33 +44,30 @@ def record(config: Config, contents: Mapping[str, tuple[str, str]], unused: str 
       contents: for each field with `Resume.SAME_CONTENT`, what it names and the fingerprint of that.
       unused: a section of the config that the run does not read.
     """
-    declared, values = settings_of(Config), fields(config)
+    declared = settings_of(Config)
     values = {
         name: value
-        for name, value in values.items()
+        for name, value in fields(config).items()
         if declared[name].resume is Resume.SAME_VALUE and name.partition(".")[0] != unused
     }
     return values | {name: {"names": named, "is": digest} for name, (named, digest) in contents.items()}
 
 
-def differences(saved: Mapping[str, Any] | None, now: Record) -> dict[str, str]:
+def differences(saved: Mapping[str, Any], now: Record) -> dict[str, str]:
     """The old and new value of every field that differs. A field missing from the saved record had its default."""
-    if saved is None:
-        return {"settings": "none are recorded in the checkpoint"}
     defaults = fields(Config())
     out = {}
     for name, new in now.items():
         old = saved.get(name, defaults.get(name))
-        if isinstance(new, dict):
-            if not isinstance(old, dict):
-                out[name] = f"not recorded, now {new['names']!r}"
-            elif old["is"] != new["is"]:
-                same = old["names"] == new["names"]
-                out[name] = (
-                    f"{new['names']!r} has other contents" if same else f"{old['names']!r}, now {new['names']!r}"
-                )
-        elif old != new:
-            out[name] = f"{old!r}, now {new!r}"
+        if not isinstance(new, dict):
+            if old != new:
+                out[name] = f"{old!r}, now {new!r}"
+        elif not isinstance(old, dict):
+            out[name] = f"not recorded, now {new['names']!r}"
+        elif old["is"] != new["is"] and old["names"] == new["names"]:
+            out[name] = f"{new['names']!r} has other contents"
+        elif old["is"] != new["is"]:
+            out[name] = f"{old['names']!r}, now {new['names']!r}"
     return out
 
 
@@ -94,7 +81,7 @@ def affect_evaluation(changes: Iterable[str], now: Record) -> bool:
     return any(n.startswith(_OF_EVALUATION) and not (n == "data.source" and own_questions) for n in changes)
 
 
-def accepted_changes(loop: Mapping[str, Any], now: Record, workdir: Path, allow_changes: bool) -> dict[str, str]:
+def check_changes(loop: Mapping[str, Any], now: Record, workdir: Path, allow_changes: bool) -> dict[str, str]:
     """The settings that changed since a checkpoint, as `differences` describes them; logs them.
 
     Args:
@@ -103,7 +90,8 @@ def accepted_changes(loop: Mapping[str, Any], now: Record, workdir: Path, allow_
     Raises:
       UserError: settings changed, and `allow_changes` is false; or the algorithm changed.
     """
-    changes = processes.broadcast(lambda: differences(loop.get("settings"), now))
+    changes = processes.broadcast(lambda: differences(loop.get("settings", {}), now))
+    description = "; ".join(f"{name}: {change}" for name, change in changes.items())
     if "learning.algorithm" in changes:  # a critic can only be created at step 0
         raise UserError(
             f"{workdir}: learning.algorithm was {changes['learning.algorithm']}; accepted: the one that the run "
@@ -111,17 +99,12 @@ def accepted_changes(loop: Mapping[str, Any], now: Record, workdir: Path, allow_
         )
     if changes and not allow_changes:
         raise UserError(
-            f"{workdir}: after step {loop['step']} this run would resume with other settings, {_described(changes)}; "
+            f"{workdir}: after step {loop['step']} this run would resume with other settings, {description}; "
             "accepted: the original settings, or --allow_changes"
         )
     if changes:
-        log.warning("resuming with other settings: %s", _described(changes))
+        log.warning("resuming with other settings: %s", description)
     return changes
-
-
-def _described(changes: Mapping[str, str]) -> str:
-    """Differences in one line."""
-    return "; ".join(f"{name}: {change}" for name, change in changes.items())
 
 
 def hash_files(path: str | Path, patterns: Sequence[str] = ()) -> str:

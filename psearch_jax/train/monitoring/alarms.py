@@ -1,8 +1,7 @@
 """Alarms that detect a failing run from the metrics of its last steps, mostly before the reward shows it.
 
-The reward is a sum of parts and reacts late. A policy may ignore the passages that it retrieves, or lose probability
-on correct answers, and still be rewarded for its format. One alarm watches the reward; each of the others watches a
-metric that moves earlier.
+The reward is a sum of parts and reacts late. A policy may ignore the passages that it retrieves and still be rewarded
+for its format. One alarm watches the reward; each of the others watches a metric that moves earlier.
 """
 
 from __future__ import annotations
@@ -11,35 +10,41 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from psearch_jax.runtime.metrics import mean
 from psearch_jax.train.critic import CRITIC
 from psearch_jax.train.run import Run
+from psearch_jax.train.trainable import MAX_NONFINITE_UPDATES
 from psearch_jax.types import UserError
 
 log = logging.getLogger("psearch_jax")
 ALARM = "alarm/"  # prefix of the alarms in metrics.jsonl; 1 means active
 SETTINGS_CHANGED = "settings_changed"  # 1 in the first step after a resume with --allow_changes
-# Alarms that compare one metric with a threshold: alarm -> metric, upper bound, message. In good runs of the demo, up
-# to .65 of the sequential questions are split for a while.
-_UPPER_BOUNDS = {
-    "over_splitting": ("split/sequential", 0.75, "{:.2f} of the sequential questions are split"),
-    "no_search": ("searched_0", 0.3, "{:.2f} of the rollouts do not search"),
-    "wrong_though_seen": ("wrong_though_seen", 0.5, "{:.2f} are wrong though the answer was in a passage"),
-    "gap": ("logp_gap", 0.1, "sampler and trainer differ by {:.3f} nats per token"),
-}
-MAX_NONFINITE_UPDATES = 3  # consecutive updates with a non-finite loss or gradient after which a run stops
-REWARD_FALL = 0.1  # of the mean reward below its highest value; up to .05 in good runs of the demo
-LIKELIHOOD_FALL = 0.3  # of the log-prob of right rollouts, in nats per token, while the reward did not rise
-ENTROPY_RISE = 0.5  # above its lowest value, in nats per token
-SAMPLE_SIZE = 0.5  # effective sample size, as a share of the tokens, below which the sampler's weights are too old
 WINDOW = 10  # steps whose mean is compared with a threshold
-NAMES = ("reward", *_UPPER_BOUNDS, "likelihood", "entropy", "sample_size")
-_METRICS = ("reward", *(metric for metric, _, _ in _UPPER_BOUNDS.values()), "logprob_of_correct", "entropy")
-_METRICS += ("effective_sample_size",)
+REWARD_FALL = 0.1  # of the mean reward below its highest value; up to .05 in good runs of the demo
+ENTROPY_RISE = 0.5  # above its lowest value, in nats per token
+# Alarms that compare one metric with a threshold: alarm -> metric, whether a value is bad, message. In good runs of
+# the demo, up to .65 of the sequential questions are split for a while.
+_THRESHOLDS: dict[str, tuple[str, Callable[[float], bool], str]] = {
+    "over_splitting": ("split/sequential", lambda x: x > 0.75, "{:.2f} of the sequential questions are split"),
+    "no_search": ("searched_0", lambda x: x > 0.3, "{:.2f} of the rollouts do not search"),
+    "wrong_though_seen": (
+        "wrong_though_seen",
+        lambda x: x > 0.5,
+        "{:.2f} are wrong though the answer was in a passage",
+    ),
+    "gap": ("logp_gap", lambda x: x > 0.1, "sampler and trainer differ by {:.3f} nats per token"),
+    "sample_size": (
+        "effective_sample_size",
+        lambda x: x < 0.5,
+        "the sampler's weights differ so much that its tokens count as {:.2f} of their number",
+    ),
+}
+NAMES = ("reward", "entropy", *_THRESHOLDS)
+_METRICS = ("reward", "entropy", *(metric for metric, _, _ in _THRESHOLDS.values()))
 
 
 class Alarms:
@@ -62,10 +67,7 @@ class Alarms:
 
     def _restart(self) -> None:
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=self._window) for name in _METRICS}
-        self._steps = 0
-        self._highest_reward = -math.inf
-        self._highest_logprob, self._reward_then = -math.inf, math.inf
-        self._lowest_entropy = math.inf
+        self._steps, self._highest_reward, self._lowest_entropy = 0, -math.inf, math.inf
 
     def update(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The alarms of a step as metrics, 1 or 0 each. Logs every alarm that becomes active."""
@@ -89,26 +91,16 @@ class Alarms:
         now = {name: mean(values) for name, values in self._recent.items()}
         active = {
             alarm: message.format(now[metric])
-            for alarm, (metric, bound, message) in _UPPER_BOUNDS.items()
-            if now[metric] > bound and (self._may_search or alarm != "no_search")
+            for alarm, (metric, is_bad, message) in _THRESHOLDS.items()
+            if is_bad(now[metric]) and (self._may_search or alarm != "no_search")
         }
-        reward, logprob, entropy = now["reward"], now["logprob_of_correct"], now["entropy"]
+        reward, entropy = now["reward"], now["entropy"]
         self._highest_reward = max(self._highest_reward, reward)  # NaN, as without any value, never counts
         if self._highest_reward - reward > REWARD_FALL:
             active["reward"] = f"the mean reward fell to {reward:.2f}, from {self._highest_reward:.2f}"
-        if logprob > self._highest_logprob:
-            self._highest_logprob, self._reward_then = logprob, reward
-        fall = self._highest_logprob - logprob
-        if fall > LIKELIHOOD_FALL and reward <= self._reward_then:
-            active["likelihood"] = f"correct rollouts lost {fall:.2f} nats per token, and the reward is no higher"
         self._lowest_entropy = min(self._lowest_entropy, entropy)
         if entropy - self._lowest_entropy > ENTROPY_RISE:
             active["entropy"] = f"{entropy:.2f} nats per token, up from {self._lowest_entropy:.2f}"
-        if now["effective_sample_size"] < SAMPLE_SIZE:
-            active["sample_size"] = (
-                f"the sampler's weights differ so much that its tokens count as {now['effective_sample_size']:.2f} of "
-                "their number"
-            )
         return active
 
 
@@ -125,7 +117,7 @@ def check_finite(run: Run, workdir: Path, step: int, metrics: Mapping[str, float
     if count >= MAX_NONFINITE_UPDATES:
         raise UserError(
             f"step {step}: loss or gradient was not finite in {count} updates in a row, "
-            f"{_nonfinite_cause(run, metrics)}, or look at {workdir}/trajectories/{step:06d}.jsonl"
+            f"{_describe_cause(run, metrics)}, or look at {workdir}/trajectories/{step:06d}.jsonl"
         )
     if metrics["status/not_finite"] == 1:  # gradients do not show this: every rollout is masked
         raise UserError(
@@ -134,7 +126,7 @@ def check_finite(run: Run, workdir: Path, step: int, metrics: Mapping[str, float
         )
 
 
-def _nonfinite_cause(run: Run, metrics: Mapping[str, float]) -> str:
+def _describe_cause(run: Run, metrics: Mapping[str, float]) -> str:
     """What was not finite in the updates that produced `metrics`, and the learning rate to lower."""
     if run.critic is None or metrics.get("nonfinite_in_a_row", 0) >= metrics[f"{CRITIC}nonfinite_in_a_row"]:
         return f"{run.learner.nonfinite_cause(metrics)}; lower learning.learning_rate"

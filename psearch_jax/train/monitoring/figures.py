@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 
 from psearch_jax.rl.advantages import carry_signal
-from psearch_jax.rl.batch import select_rows
 from psearch_jax.rl.gae import explained_variance
-from psearch_jax.runtime.accelerators import chip_of, forward_flops
 from psearch_jax.runtime.metrics import WEIGHT, Ratio, mean
 from psearch_jax.text.answers import contains_words, exact_match, normalise
 from psearch_jax.train.critic import CRITIC
@@ -49,9 +46,7 @@ def step_metrics(
         if not config.train.staleness:
             metrics["sampled_tokens_per_s"] = sum(int(t.mask.sum()) for t in trajectories) / times["rollout"]
     metrics["processed_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
-    trained_rows = select_rows(batch, np.flatnonzero(run.learner.has_gradient(batch)))
-    share = utilisation(run, trained_rows if run.critic is None else batch, times["update"], learns_policy(run, step))
-    return metrics | ({} if share is None else {"mfu": share})
+    return metrics
 
 
 def rollout_metrics(
@@ -117,29 +112,10 @@ def learns_policy(run: Run, step: int) -> bool:
     return run.critic is None or step >= run.config.critic.pretrain_steps
 
 
-def utilisation(run: Run, batch: TrainBatch, seconds: float, policy: bool) -> float | None:
-    """Model FLOPs utilisation of a step's updates against the devices' published peak; None if the peak is unknown.
-
-    Counts the forward pass and a backward pass of twice its FLOPs (of equal FLOPs with adapters) over real tokens; the
-    lm head only at trained tokens. Padding and rematerialisation do not count.
-
-    Args:
-      seconds: the duration of the updates.
-      policy: whether the policy was updated.
-    """
-    chip = chip_of(jax.devices()[0])
-    if chip is None:
-        return None
-    passes = 2 if run.config.model.lora_rank else 3
-    counted = [int(np.count_nonzero(batch.mask))] * policy + [0] * (run.critic is not None)  # a critic has no lm head
-    flops = passes * sum(forward_flops(run.model, batch.length, ids) for ids in counted)
-    return flops / (seconds * chip.flops * run.learner.mesh.size)
-
-
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combines the metrics of a step's updates: means by their counts, but sums or the worst update for failures."""
 
-    def combined(name: str) -> float:
+    def combine(name: str) -> float:
         tokens = (CRITIC if name.startswith(CRITIC) else "") + WEIGHT
         weights = [u.get(f"{name}/{WEIGHT}", u[tokens]) for u in updates]
         counted = [(u[name], weight) for u, weight in zip(updates, weights, strict=True) if weight]
@@ -147,7 +123,7 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
             return mean([u[name] for u in updates])
         return Ratio(sum(value * weight for value, weight in counted), sum(weights)).value
 
-    metrics = {name: combined(name) for name in updates[0] if not name.endswith(WEIGHT)}
+    metrics = {name: combine(name) for name in updates[0] if not name.endswith(WEIGHT)}
     if "importance" in metrics:
         # As a share of the tokens (Kish): (sum of weights)^2 / (number x sum of their squares).
         square = metrics.pop("importance_squared")

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from psearch_jax.config import Config, to_mapping
 from psearch_jax.eval.evaluate import trajectory_row
 from psearch_jax.runtime import processes
-from psearch_jax.runtime.metrics import PHASES
+from psearch_jax.runtime.metrics import PHASES, cut_jsonl
 from psearch_jax.runtime.paths import write_atomically
 from psearch_jax.types import KINDS, RewardParts, Trajectory
 
@@ -35,6 +35,17 @@ def write_config(workdir: Path, config: Config, step: int) -> None:
         file.rename(kept)
         log.info("config.json has changed; the previous one is kept as %s", kept)
     write_json(file, now)
+
+
+def truncate_workdir(workdir: Path, config: Config, step: int) -> None:
+    """Writes config.json, and removes metrics and trajectories of the steps from `step` on, which are repeated."""
+    write_config(workdir, config, step)
+    dropped = cut_jsonl(workdir / "metrics.jsonl", step)
+    if dropped and not step:
+        log.warning(f"{workdir}: has metrics of {dropped} steps but no checkpoint; starting again at step 0")
+    for file in (workdir / "trajectories").glob("*.jsonl"):
+        if file.stem.isdigit() and int(file.stem) >= step:
+            file.unlink()
 
 
 def write_trajectories(
