@@ -107,9 +107,10 @@ class LearningSection:
     )
     micro_batch_rows: int = free(4, "Rows per forward and backward pass, over all devices.", at_least=1)
     learning_rate: float = setting(
-        1e-6, "Learning rate of AdamW; constant after the warm-up.", at_least=0, below=math.inf
+        1e-6, "Learning rate of AdamW between warm-up and decay.", at_least=0, below=math.inf
     )
     warmup_ratio: float = share(0.285, "Share of all updates over which the learning rate rises linearly.")
+    decay_ratio: float = share(0.0, "Share of all updates, at the end, over which it falls linearly to 0.")
     weight_decay: float = setting(0.01, "Weight decay of AdamW, on all trained parameters.", at_least=0)
 
 

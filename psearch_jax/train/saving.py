@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from psearch_jax.config import best_metric
+from psearch_jax.config import Config, LearningSection, best_metric
 from psearch_jax.rollout.stream import InFlight
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import MetricsWriter
@@ -20,7 +20,7 @@ from psearch_jax.train.checkpointing.in_flight import gather_in_flight, restore_
 from psearch_jax.train.checkpointing.preemption import Interrupted, describe_saved
 from psearch_jax.train.critic import critic_learning
 from psearch_jax.train.run import Run
-from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
+from psearch_jax.train.state import TrainState, schedule, updates_per_step, with_schedule
 from psearch_jax.types import UserError
 from retrieval.protocol import RetrievalError
 
@@ -115,11 +115,9 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
     run.state, loop = checkpoints.restore(run.abstract, accept)
     step, config = int(loop["step"]), run.config
     log.info("resuming after step %d", step)
-    total = updates_per_step(config) * config.train.steps
-    if "learning.warmup_ratio" in changes:
-        run.state = with_warmup(run.state, warmup_updates(config.learning, total))
-    if "critic.warmup_ratio" in changes and run.state.critic is not None:
-        critic = with_warmup(run.state.critic, warmup_updates(critic_learning(config), total))
+    run.state = _with_schedule(run.state, config.learning, config, "learning.warmup_ratio" in changes)
+    if run.state.critic is not None:
+        critic = _with_schedule(run.state.critic, critic_learning(config), config, "critic.warmup_ratio" in changes)
         run.state = replace(run.state, critic=critic)
     try:
         run.loader.restore(loop["loader"])
@@ -132,3 +130,11 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
     elif "in_flight" in loop:
         log.warning("the rollouts in flight are dropped, because they depend on settings that changed")
     return Start(step, frozenset(changes), bool(loop.get(EVALUATION_DUE)))
+
+
+def _with_schedule(state: TrainState, learning: LearningSection, config: Config, warmup_changed: bool) -> TrainState:
+    """The state with the schedule of the present config: a longer run decays later and keeps its warm-up."""
+    updates = schedule(learning, updates_per_step(config) * config.train.steps)
+    if not warmup_changed:
+        del updates["warmup"]
+    return with_schedule(state, updates)

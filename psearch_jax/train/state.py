@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,45 +36,49 @@ def updates_per_step(config: Config) -> int:
 
 
 def make_optimizer(learning: LearningSection, total_updates: int) -> optax.GradientTransformation:
-    """Global-norm clip, then AdamW with a linear warm-up and a constant rate after it.
+    """Global-norm clip, then AdamW with a linear warm-up, a constant rate, and a linear decay to 0.
 
-    The initial state holds the length of the warm-up, `warmup_ratio * total_updates`. Nothing else depends on them,
-    so changing a run's length does not change its rates.
+    The state holds the updates of this schedule, which `with_schedule` changes when a run resumes.
     """
 
-    def adamw(warmup_updates: jax.Array) -> optax.GradientTransformation:
-        rate = functools.partial(_learning_rate, learning.learning_rate, warmup_updates)
+    def adamw(warmup: jax.Array, decay: jax.Array, total: jax.Array) -> optax.GradientTransformation:
+        updates = {"warmup": warmup, "decay": decay, "total": total}
+        rate = functools.partial(_learning_rate, learning.learning_rate, updates)
         return optax.chain(
             optax.clip_by_global_norm(GRADIENT_CLIP), optax.adamw(rate, weight_decay=learning.weight_decay)
         )
 
-    length = np.asarray(warmup_updates(learning, total_updates), np.int32)
-    return optax.inject_hyperparams(adamw)(warmup_updates=length)
+    return optax.inject_hyperparams(adamw)(**schedule(learning, total_updates))
 
 
-def warmup_updates(learning: LearningSection, total_updates: int) -> int:
-    """Length of the warm-up, in updates, of a run of `total_updates`."""
-    return int(learning.warmup_ratio * total_updates)
+def schedule(learning: LearningSection, total_updates: int) -> dict[str, np.ndarray]:
+    """The updates of warm-up and decay, and all of them, of a run of `total_updates`. [] int32 each"""
+    updates = {
+        "warmup": learning.warmup_ratio * total_updates,
+        "decay": learning.decay_ratio * total_updates,
+        "total": total_updates,
+    }
+    return {name: np.asarray(int(number), np.int32) for name, number in updates.items()}
 
 
 def learning_rate(state: TrainState, learning: LearningSection) -> jax.Array:
     """The learning rate of the next update. [] float32"""
-    optimizer = state.optimizer
-    return _learning_rate(learning.learning_rate, optimizer.hyperparams["warmup_updates"], optimizer.count)
+    return _learning_rate(learning.learning_rate, state.optimizer.hyperparams, state.optimizer.count)
 
 
-def with_warmup(state: TrainState, updates: int) -> TrainState:
-    """The state with a warm-up of `updates` updates, including those already taken."""
-    before = state.optimizer.hyperparams["warmup_updates"]
-    hyperparams = {"warmup_updates": put(np.int32(updates), before.sharding)}
+def with_schedule(state: TrainState, updates: Mapping[str, np.ndarray]) -> TrainState:
+    """The state with other values of `schedule`; they count the updates already taken."""
+    before = state.optimizer.hyperparams
+    hyperparams = before | {name: put(number, before[name].sharding) for name, number in updates.items()}
     return replace(state, optimizer=state.optimizer._replace(hyperparams=hyperparams))
 
 
-def _learning_rate(full: float, warmup_updates: jax.Array, taken: jax.Array) -> jax.Array:
-    """Linear over n updates, from 1/n of the full rate at the first to the full rate after the last; n = 0: full."""
-    n = jnp.maximum(warmup_updates, 1)
-    remaining = jnp.where(warmup_updates > 0, jnp.clip(1 - taken / n, 0, 1), 0.0)
-    return (full / n - full) * remaining + full
+def _learning_rate(full: float, updates: Mapping[str, jax.Array], taken: jax.Array) -> jax.Array:
+    """Rises linearly from full / n over the n updates of the warm-up; falls to 0 over the updates of the decay."""
+    n = jnp.maximum(updates["warmup"], 1)
+    missing = jnp.where(updates["warmup"] > 0, jnp.clip(1 - taken / n, 0, 1), 0.0)
+    left = jnp.clip((updates["total"] - taken) / jnp.maximum(updates["decay"], 1), 0, 1)
+    return ((full / n - full) * missing + full) * jnp.where(updates["decay"] > 0, left, 1.0)
 
 
 def state_shardings(abstract: TrainState, mesh: Mesh) -> TrainState:

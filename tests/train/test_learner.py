@@ -192,17 +192,17 @@ def test_copies_outlive_the_update(params, learner, fresh_state):
     assert np.sum(moved * batch.advantage) > 0.1, "good actions become likelier"
 
 
-def test_warm_up_reaches_the_rate_and_stays():
-    """The rate rises linearly over the updates of the warm-up."""
-    learning = LearningSection(learning_rate=1e-3, warmup_ratio=0.5, weight_decay=0.0)
+def test_the_rate_rises_stays_and_falls():
+    """The rate rises linearly over the updates of the warm-up and falls to 0 over those of the decay."""
+    learning = LearningSection(learning_rate=1e-3, warmup_ratio=0.5, decay_ratio=0.25, weight_decay=0.0)
     optimizer = make_optimizer(learning, total_updates=8)
     weights = {"w": jnp.ones(3)}
     state = optimizer.init(weights)
     steps = []
-    for _ in range(6):
+    for _ in range(8):
         change, state = optimizer.update({"w": jnp.full(3, 0.1)}, state, weights)
         steps.append(-float(change["w"][0]))
-    np.testing.assert_allclose(steps, np.array([1, 1.75, 2.5, 3.25, 4, 4]) * 1e-3 / 4, rtol=1e-3)
+    np.testing.assert_allclose(steps, np.array([1, 1.75, 2.5, 3.25, 4, 4, 4, 2]) * 1e-3 / 4, rtol=1e-3)
 
 
 def test_batches_keep_rows_in_lockstep():

@@ -22,7 +22,7 @@ from psearch_jax.assembly import build
 from psearch_jax.config import from_mapping, to_mapping
 from psearch_jax.train import saving, trainer
 from psearch_jax.train.checkpointing import checkpoint, preemption, settings
-from psearch_jax.train.state import updates_per_step, warmup_updates, with_warmup
+from psearch_jax.train.state import schedule, updates_per_step, with_schedule
 from psearch_jax.train.trainer import train_step
 from psearch_jax.types import RewardParts, UserError
 
@@ -73,9 +73,9 @@ def restart(parts: trainer.Run, **fields) -> trainer.Run:
     contents = {k: (v["names"], v["is"]) for k, v in parts.settings.items() if isinstance(v, dict)}
     placement = jax.tree.map(lambda x: x.sharding, parts.abstract)
     changed = {"config": config, "user_config": config, "settings": settings.record(config, contents), "state": None}
-    warmup = warmup_updates(config.learning, updates_per_step(config) * config.train.steps)
+    updates = schedule(config.learning, updates_per_step(config) * config.train.steps)
     changed |= {
-        "initial_state": lambda: with_warmup(jax.device_put(state, placement), warmup),
+        "initial_state": lambda: with_schedule(jax.device_put(state, placement), updates),
         "stop": preemption.StopRequest(),
         "stream": parts.collector.stream(config.rollout.samples, config.seed),
         "wall_s": defaultdict(float),
