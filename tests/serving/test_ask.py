@@ -146,7 +146,7 @@ def test_named_passages_replace_those_of_the_run(given):
 @pytest.fixture
 def given(monkeypatch):
     """Sets what --config.SECTION.FIELD would; a process can parse such flags only once."""
-    return lambda fields: monkeypatch.setattr(policy_flags, "_set_fields", lambda: fields)
+    return lambda fields: monkeypatch.setattr(policy_flags, "_overrides", lambda: fields)
 
 
 def test_a_user_waits_for_a_server_as_long_as_they_say(given):
@@ -197,7 +197,7 @@ def test_the_compared_method_is_complete():
     parts = build.from_path(replace(toy, method="search_r1"), "toy")
     second = build.by_method(parts, replace(toy, method="search_r1"), "parallelsearch")
     expected = build.from_path(replace(toy, method="parallelsearch"), "toy").collector
-    assert second.parts.rollout == expected.parts.rollout and second.parts.retrieval == expected.parts.retrieval
+    assert second.rollout == expected.rollout and second.retrieval == expected.retrieval
     (asked,) = questions(parts.world, "eval", "parallel", 1, 0)
     assert second.render(asked) == expected.render(asked) != parts.collector.render(asked)
 
