@@ -54,9 +54,8 @@ class HttpRetriever:
         self._replicas = [Replica(url.strip()) for url in urls.split(",")]
         self._urls = ", ".join(replica.url for replica in self._replicas)
         self._lock = threading.Lock()  # guards the state of the replicas and `_turns`
-        self._turns = random.randrange(
-            len(self._replicas)
-        )  # clients that start together begin with different replicas
+        # Random, so that clients that start together begin with different replicas.
+        self._turns = random.randrange(len(self._replicas))
         self._retry_deadline_s = retry_deadline_s
         self._wire = Wire(len(self._replicas), timeout_s, token)
 
