@@ -181,6 +181,7 @@ def test_streams_are_counted_by_how_they_end(toy):
         abandoned.close()
         wait_for_count(499)
         watched.seconds = 0.0
+        wait_until(lambda: answerer.healthy, 30)
         assert "answers_seconds_count 1.0" in running_metrics(running).splitlines()
 
 
