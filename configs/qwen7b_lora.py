@@ -3,9 +3,8 @@
     XLA_PYTHON_CLIENT_MEM_FRACTION=.92 python launch/train.py --config=configs/qwen7b_lora.py \\
         --config.data.source=TRAIN.jsonl --config.retrieval.index=DIR --workdir=DIR
 
-As compiled for one GPU, it needs 39.4 GiB (docs/scale.md). A 40 GB card provides 36.8: there, set
---config.model.unstacked_decoding=false, which needs 28.8 GiB but decodes more slowly. Training all 7B parameters on
-one GPU would need more than 120 GB.
+As compiled for one GPU, it needs 39.4 GiB (docs/scale.md), more than the 36.8 that a 40 GB card provides. Training
+all 7B parameters on one GPU would need more than 120 GB.
 """
 
 from ml_collections import ConfigDict

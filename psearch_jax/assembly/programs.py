@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -35,8 +34,6 @@ def make_sampler(
         lora=m.lora,
     )
     backend = choose_backend(mesh, dtype, model, config.rollout.slots)
-    if not m.unstacked_decoding:
-        backend = replace(backend, unstack="never")
     return sampler_class(
         graph=decoder.graphdef(model, dtype, backend=backend, lora=m.lora),
         config=model,

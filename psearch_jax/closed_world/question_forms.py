@@ -19,19 +19,21 @@ SOURCE = "closed_world"
 SIZES = {2: 0.5, 3: 0.3, 4: 0.2}
 LARGEST = 8
 KNOWN_ENTITIES = 20
-ATTEMPTS = 200  # to find entities for two relations, before others are facts
+ATTEMPTS = 200  # to find entities for two relations, before others are drawn
 
 Lookup = tuple[str, str, str]  # attribute, subject, value
 
-# See Asker.shared_pair. A relation with itself is half as frequent as two, because one search often finds both facts.
+_OWNER = {attribute: kind for kind, attributes in ATTRIBUTES.items() for attribute in attributes}
+_VALUE = {attribute: value for attributes in ATTRIBUTES.values() for attribute, value in attributes.items()}
+# Pairs of relations (inner, outer) that a parallel and a sequential question can both ask for. Their values have the
+# same type, so a question can compare them; the outer one belongs to that type, so a question can chain them. A
+# relation with itself is half as frequent as two, because one search often finds both facts.
 SHARED_PAIRS = tuple(
     (inner, outer)
-    for kind, attributes in ATTRIBUTES.items()
-    for outer, value in attributes.items()
-    if value == kind
-    for of in ATTRIBUTES.values()
-    for inner, reached in of.items()
-    if reached == kind
+    for outer in _OWNER
+    if _VALUE[outer] == _OWNER[outer]
+    for inner in _OWNER
+    if _VALUE[inner] == _VALUE[outer]
 )
 _WEIGHTS = np.asarray([0.5 if inner == outer else 1.0 for inner, outer in SHARED_PAIRS])
 _SHARED_SHARES = _WEIGHTS / _WEIGHTS.sum()
@@ -62,23 +64,18 @@ class Asker:
         self.pools = {kind: world.members(split, kind) for kind in ATTRIBUTES}
 
     def draw(self, form: str) -> QuestionFacts:
-        """The facts of a question of the form; samples that do not fit are facts again."""
+        """The facts of a question of the form; samples that do not fit are drawn again."""
         while True:
             facts = _DRAWS[form](self)
-            if facts is not None and self._can_tell_apart(facts):
+            if facts is not None and _can_tell_apart(facts):
                 return facts
-
-    def _can_tell_apart(self, facts: QuestionFacts) -> bool:
-        """Whether all names in the question and its look-ups begin differently, and no look-up or option repeats."""
-        named = {name for r in facts.rounds for _, *pair in r for name in pair if not name.isdigit()}
-        named |= {name for name in (*facts.options, facts.sought) if name and not name.isdigit()}
-        asked = [lookup for r in facts.rounds for lookup in r]
-        unique = len(set(asked)) == len(asked) and len(set(facts.options)) == len(facts.options)
-        return unique and len({head(name) for name in named}) == len(named)
 
     def pick(self, items: Sequence) -> Any:
         """One of the items, uniformly."""
         return items[self.rng.integers(len(items))]
+
+    def flip(self) -> bool:
+        return bool(self.rng.random() < 0.5)
 
     def draw_kind(self) -> str:
         """A random entity type."""
@@ -102,22 +99,31 @@ class Asker:
         """An attribute of a type whose value is an entity."""
         return self.pick([a for a, v in ATTRIBUTES[kind].items() if v != "year"])
 
-    def shared_pair(self) -> tuple[str, str]:
-        """Two relations (inner, outer) that a parallel and a sequential question can both ask for.
+    def draw_pair(self) -> tuple[str, str]:
+        """One of `SHARED_PAIRS`."""
+        return SHARED_PAIRS[self.rng.choice(len(SHARED_PAIRS), p=_SHARED_SHARES)]
 
-        Their values have the same type, so a question can compare them; the outer one belongs to that type, so a
-        question can chain them.
-        """
-        pairs = SHARED_PAIRS
-        return pairs[self.rng.choice(len(pairs), p=_SHARED_SHARES)]
+    def draw_unordered_pair(self) -> tuple[str, str]:
+        """One of `SHARED_PAIRS`, in either order."""
+        pair = self.draw_pair()
+        return pair if self.flip() else pair[::-1]
 
     def follow(self, entity: Entity, attribute: str) -> Entity:
         """The entity that a relation leads to."""
         return self.world.entities[entity.facts[attribute]]
 
-    def sharing(self, attribute: str, value: int) -> list[Entity]:
+    def owners(self, attribute: str, value: int) -> list[Entity]:
         """The entities of this split that have a value for an attribute."""
         return [e for e in self.world.owners.get((attribute, value), ()) if e.held_out == self.held_out]
+
+
+def _can_tell_apart(facts: QuestionFacts) -> bool:
+    """Whether all names in the question and its look-ups begin differently, and no look-up or option repeats."""
+    lookups = [lookup for r in facts.rounds for lookup in r]
+    names = {*facts.options, facts.sought, *(name for _, *pair in lookups for name in pair)} - {""}
+    names = {name for name in names if not name.isdigit()}
+    unique = len(set(lookups)) == len(lookups) and len(set(facts.options)) == len(facts.options)
+    return unique and len({head(name) for name in names}) == len(names)
 
 
 def _year(entity: Entity) -> int:
@@ -128,26 +134,37 @@ def _year_lookup(entity: Entity) -> Lookup:
     return YEAR_OF[entity.kind], entity.name, str(_year(entity))
 
 
-def _earliest(compared: list[Entity], dated: list[Entity]) -> str | None:
-    """The name in `compared` at the earliest year in `dated`; None if two years are equal."""
-    years = [_year(e) for e in dated]
-    return compared[int(np.argmin(years))].name if len(set(years)) == len(years) else None
-
-
 def _first(asker: Asker) -> QuestionFacts | None:
     kind = asker.draw_kind()
     chosen = asker.draw_entities(kind, asker.draw_size())
-    answer = _earliest(chosen, chosen)
-    names = [e.name for e in chosen]
-    return answer and QuestionFacts([[_year_lookup(e) for e in chosen]], {"v": HAPPENED[kind]}, answer, names)
+    return _earliest(chosen, chosen, [], {"v": HAPPENED[kind]})
+
+
+def _first_of(asker: Asker) -> QuestionFacts | None:
+    kind = asker.draw_kind()
+    attribute = asker.draw_relation(kind)
+    chosen = asker.draw_entities(kind, 2)
+    reached = [asker.follow(e, attribute) for e in chosen]
+    links = [(attribute, e.name, r.name) for e, r in zip(chosen, reached, strict=True)]
+    return _earliest(chosen, reached, [links], {"a": attribute, "v": HAPPENED[reached[0].kind]})
+
+
+def _earliest(
+    compared: list[Entity], dated: list[Entity], rounds: list[list[Lookup]], fills: dict[str, str]
+) -> QuestionFacts | None:
+    """Which of `compared` has the earliest year in `dated`; None if two years are equal."""
+    years, names = [_year(e) for e in dated], [e.name for e in compared]
+    if len(set(years)) < len(years):
+        return None
+    return QuestionFacts([*rounds, list(map(_year_lookup, dated))], fills, names[int(np.argmin(years))], names)
 
 
 def _has(asker: Asker) -> QuestionFacts | None:
     kind = asker.draw_kind()
-    return _owners_of(asker, kind, asker.draw_relation(kind), LARGEST)
+    return _owner_of(asker, kind, asker.draw_relation(kind), LARGEST)
 
 
-def _owners_of(asker: Asker, kind: str, attribute: str, most: int) -> QuestionFacts | None:
+def _owner_of(asker: Asker, kind: str, attribute: str, most: int) -> QuestionFacts | None:
     """Which of some entities of a type has a value, that of the right one, as an attribute."""
     chosen = asker.draw_entities(kind, asker.draw_size(most))
     values = [asker.world.value(e, attribute) for e in chosen]
@@ -160,53 +177,36 @@ def _owners_of(asker: Asker, kind: str, attribute: str, most: int) -> QuestionFa
 
 
 def _shares(asker: Asker) -> QuestionFacts | None:
-    a, b = _either_order(asker, asker.shared_pair())
-    kind = _kind_with(a)
+    a, b = asker.draw_unordered_pair()
     for _ in range(ATTEMPTS):
-        facts = _owners_of(asker, kind, a, most=3)
+        facts = _owner_of(asker, _OWNER[a], a, most=3)
         if facts is None:
             continue
-        owner = next(e for e in asker.pools[kind] if e.name == facts.answer)
-        owners = [e for e in asker.sharing(b, owner.facts[a]) if e.name not in facts.options]
+        right = next(e for e in asker.pools[_OWNER[a]] if e.name == facts.answer)
+        owners = [e for e in asker.owners(b, right.facts[a]) if e.name not in facts.options]
         if owners:
             subject = asker.pick(owners).name
-            rounds = [[*facts.rounds[0], (b, subject, facts.sought)]]
-            return QuestionFacts(rounds, {"a": a, "b": b, "B": subject}, facts.answer, facts.options, facts.sought)
+            lookups = [*facts.rounds[0], (b, subject, facts.sought)]
+            fills = {"a": a, "b": b, "B": subject}
+            return QuestionFacts([lookups], fills, facts.answer, facts.options, facts.sought)
     return None
-
-
-def _either_order(asker: Asker, pair: tuple[str, str]) -> tuple[str, str]:
-    return pair if asker.rng.random() < 0.5 else pair[::-1]
-
-
-def _kind_with(attribute: str) -> str:
-    return next(kind for kind, attributes in ATTRIBUTES.items() if attribute in attributes)
 
 
 def _same(asker: Asker) -> QuestionFacts | None:
-    a, b = _either_order(asker, asker.shared_pair())
-    equal = asker.rng.random() < 0.5
+    a, b = asker.draw_unordered_pair()
+    equal = asker.flip()
     for _ in range(ATTEMPTS):
-        one, other = asker.draw_entity(_kind_with(a)), asker.draw_entity(_kind_with(b))
+        first, second = asker.draw_entity(_OWNER[a]), asker.draw_entity(_OWNER[b])
         if equal:
-            owners = [e for e in asker.sharing(b, one.facts[a]) if e.id != one.id]
+            owners = [e for e in asker.owners(b, first.facts[a]) if e.id != first.id]
             if not owners:
                 continue
-            other = asker.pick(owners)
-        values = asker.world.value(one, a), asker.world.value(other, b)
-        lookups = [(a, one.name, values[0]), (b, other.name, values[1])]
-        fills = {"a": a, "b": b, "A": one.name, "B": other.name}
+            second = asker.pick(owners)
+        values = asker.world.value(first, a), asker.world.value(second, b)
+        lookups = [(a, first.name, values[0]), (b, second.name, values[1])]
+        fills = {"a": a, "b": b, "A": first.name, "B": second.name}
         return QuestionFacts([lookups], fills, "yes" if values[0] == values[1] else "no", [], values[1])
     return None
-
-
-def _dated_as(asker: Asker, entity: Entity) -> Entity | None:
-    """With probability 1/2 a random entity, else another entity with the same year, or None."""
-    if asker.rng.random() < 0.5:
-        return asker.draw_entity()
-    kind = asker.draw_kind()
-    owners = [e for e in asker.sharing(YEAR_OF[kind], _year(entity)) if e.id != entity.id]
-    return asker.pick(owners) if owners else None
 
 
 def _walk(
@@ -216,7 +216,7 @@ def _walk(
 
     attributes: the relations; default: random ones.
     """
-    at = asker.draw_entity(_kind_with(attributes[0]) if attributes else None)
+    at = asker.draw_entity(_OWNER[attributes[0]] if attributes else None)
     rounds, fills = [], {"A": at.name}
     for hop, letter in enumerate("abc"[:hops]):
         attribute = attributes[hop] if attributes else asker.draw_relation(at.kind)
@@ -238,35 +238,26 @@ def _date_end(asker: Asker, hops: int) -> QuestionFacts:
 
 
 def _choose_end(asker: Asker, hops: int) -> QuestionFacts:
-    rounds, end, fills = _walk(asker, hops, asker.shared_pair() if hops == 2 else ())
+    rounds, end, fills = _walk(asker, hops, asker.draw_pair() if hops == 2 else ())
     names = [end.name, *(asker.draw_entity(end.kind).name for _ in range(asker.draw_size(most=3) - 1))]
     return QuestionFacts(rounds, fills, end.name, [names[i] for i in asker.rng.permutation(len(names))])
 
 
 def _confirm_end(asker: Asker, hops: int) -> QuestionFacts:
-    rounds, end, fills = _walk(asker, hops, asker.shared_pair() if hops == 2 else ())
-    asked = end.name if asker.rng.random() < 0.5 else asker.draw_entity(end.kind).name
+    rounds, end, fills = _walk(asker, hops, asker.draw_pair() if hops == 2 else ())
+    asked = end.name if asker.flip() else asker.draw_entity(end.kind).name
     return QuestionFacts(rounds, fills | {"X": asked}, "yes" if asked == end.name else "no", [], asked)
-
-
-def _first_of(asker: Asker) -> QuestionFacts | None:
-    kind = asker.draw_kind()
-    attribute = asker.draw_relation(kind)
-    chosen = asker.draw_entities(kind, 2)
-    reached = [asker.follow(e, attribute) for e in chosen]
-    answer = _earliest(chosen, reached)
-    links = [(attribute, e.name, r.name) for e, r in zip(chosen, reached, strict=True)]
-    fills = {"a": attribute, "v": HAPPENED[reached[0].kind]}
-    return answer and QuestionFacts(
-        [links, [_year_lookup(e) for e in reached]], fills, answer, [e.name for e in chosen]
-    )
 
 
 def _same_year(asker: Asker, hops: int) -> QuestionFacts | None:
     rounds, end, fills = _walk(asker, hops)
-    other = _dated_as(asker, end)
-    if other is None:
-        return None
+    if asker.flip():
+        other = asker.draw_entity()
+    else:
+        owners = [e for e in asker.owners(YEAR_OF[asker.draw_kind()], _year(end)) if e.id != end.id]
+        if not owners:
+            return None
+        other = asker.pick(owners)
     first, *later = [*rounds, [_year_lookup(end)]]
     fills |= {"B": other.name, "v": HAPPENED[end.kind], "w": HAPPENED[other.kind]}
     answer = "yes" if _year(end) == _year(other) else "no"

@@ -11,59 +11,37 @@ facts next to each other, and the answer follows from it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED
-from psearch_jax.config.setting import setting
 from psearch_jax.data.transcripts import Observations, Row, TranscriptTurn, encode_transcript
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question
-from retrieval.protocol import Passage, Retriever
+from retrieval.protocol import Retriever
 
 OBSERVATION_TOKENS = 144  # as in configs/smoke.py
 # The words of the teacher's thoughts, besides attributes, names and years.
-SCRIPT_WORDS = (
-    "named",
-    "asked",
-    "of",
-    "next",
-    "again",
-    "found",
-    "guess",
-    "known",
-    "vs",
-    "least",
-    "so",
-    "yes",
-    "no",
-)
+SCRIPT_WORDS = tuple("named asked of next again found guess known vs least so yes no".split())
 # What a question asks for: attributes, and the events of years.
 _ASKED = re.compile("|".join([*(a for of in ATTRIBUTES.values() for a in of), *HAPPENED.values()]))
-
-
-def _share(default: float, doc: str) -> Any:
-    return setting(default, doc, at_least=0, at_most=1)
 
 
 @dataclass(frozen=True)
 class Mixture:
     """Shares of the teacher's strategies."""
 
-    split: float = _share(0.3, "Questions of any kind for which all needed facts are searched at once.")
-    recover: float = _share(
-        0.6, "Of the splits that could not find all facts, those that search the rest; the others guess."
-    )
-    hasty: float = _share(0.05, "One search, then a guess.")
-    closed: float = _share(0.04, "A guess without any search.")
-    guess: float = _share(0.1, "All facts are found, but the answer is a guess.")
-    redundant: float = _share(0.06, "The last search is repeated.")
-    forgotten: float = _share(0.04, "One turn has no reasoning.")
+    split: float = 0.3  # questions of any kind for which all needed facts are searched at once
+    recover: float = 0.6  # of the splits that could not find all facts, those that search the rest; the others guess
+    hasty: float = 0.05  # one search, then a guess
+    closed: float = 0.04  # a guess without any search
+    guess: float = 0.1  # all facts are found, but the answer is a guess
+    redundant: float = 0.06  # the last search is repeated
+    forgotten: float = 0.04  # one turn has no reasoning
 
 
 @dataclass(frozen=True)
@@ -73,7 +51,6 @@ class Step:
     thought: str | None
     queries: tuple[str, ...] = ()
     answer: str = ""
-    taught: bool = True  # whether the loss covers the turn
 
     @property
     def text(self) -> str:
@@ -198,30 +175,6 @@ def recall(question: Question) -> list[Step]:
     return [Step(f"known {question.answers[0]}", answer=question.answers[0])]
 
 
-def oracle(question: Question) -> list[Step]:
-    """Optimal turns: one search per round with all of its queries, then the right answer."""
-    steps, thought = [], first_thought(question)
-    for r in question.metadata["rounds"]:
-        steps.append(Step(thought, tuple(map(word_query, r))))
-        thought = f"found {' ; '.join(value for _, _, value in r)} next"
-    return [*steps, Step(conclude(question), answer=question.answers[0])]
-
-
-def write_trajectory(
-    tokenizer: Tokenizer,
-    prompt: Sequence[int],
-    steps: Sequence[Step],
-    passages: Sequence[Sequence[Sequence[Passage]]],
-    encode: Callable[[str], list[int]] | None = None,
-) -> Row:
-    """`encode_transcript` of scripted steps; `passages[i]` are the rankings of the sub-queries of the i-th turn."""
-    turns = [
-        TranscriptTurn(step.text, step.queries, tuple(map(tuple, rankings)), step.taught)
-        for step, rankings in zip(steps, passages, strict=True)
-    ]
-    return encode_transcript(tokenizer, prompt, turns, Observations(OBSERVATION_TOKENS), encode)
-
-
 def write_all(
     questions: Sequence[Question],
     plans: Sequence[Sequence[Step]],
@@ -229,7 +182,7 @@ def write_all(
     tokenizer: Tokenizer,
     topk: int,
 ) -> list[Row]:
-    """`write_trajectory` for each question's plan with retrieved passages; all searches run in one batch.
+    """The rows of each question's plan with retrieved passages; all searches run in one batch.
 
     Without a retriever every search returns nothing; for plans that do not search.
     """
@@ -237,13 +190,12 @@ def write_all(
     template = load_template("toy")
     queries = list(dict.fromkeys(text for steps in plans for step in steps[:-1] for text in step.queries))
     rankings = dict(zip(queries, retriever.search(queries, topk), strict=True)) if retriever and queries else {}
-    return [
-        write_trajectory(
-            tokenizer,
-            render_prompt(tokenizer, template, question.text),
-            steps,
-            [[rankings.get(text, []) for text in step.queries] for step in steps],
-            encode,
-        )
-        for question, steps in zip(questions, plans, strict=True)
-    ]
+    rows = []
+    for question, steps in zip(questions, plans, strict=True):
+        turns = [
+            TranscriptTurn(step.text, step.queries, tuple(tuple(rankings.get(text, ())) for text in step.queries))
+            for step in steps
+        ]
+        prompt = render_prompt(tokenizer, template, question.text)
+        rows.append(encode_transcript(tokenizer, prompt, turns, Observations(OBSERVATION_TOKENS), encode))
+    return rows

@@ -179,8 +179,6 @@ FORMS: dict[str, Form] = {
 }
 # Pairs of forms with the same words but different graphs, for evaluation in held-out wordings.
 PAIRED: tuple[tuple[str, str], ...] = (("shares", "bridge_which"), ("same", "bridge_is"))
-# Forms whose answer is a judgement about the retrieved facts, with two or more answers to choose from.
-JUDGED = ("first", "has", "shares", "same", "same_year", "bridge_which", "bridge_is", "which", "is")
 
 
 def join_names(names: Sequence[str]) -> str:

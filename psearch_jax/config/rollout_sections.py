@@ -35,12 +35,6 @@ class ModelSection:
         "Dtype of the sampler's weights and KV cache. On a CPU, `sampling_dtype` and `dtype` apply only to matrix "
         "products with weights; activations and KV cache are float32.",
     )
-    unstacked_decoding: bool = free(
-        True,
-        "On a GPU or a single CPU device, decoding copies each layer's weights into separate arrays once per call. "
-        "The copy needs as much memory as the layers, in float32 on a CPU without instructions for `sampling_dtype`. "
-        "If false, decoding copies a slice of the stacked weights before every product.",
-    )
     shard_residual: bool = free(
         False, "Training splits positions over the `tensor` axis between layers: less memory, more traffic."
     )

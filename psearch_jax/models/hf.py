@@ -9,26 +9,33 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from psearch_jax.config import DecoderConfig, Lora
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
-from psearch_jax.models.hf_config import TABLE, axis_sizes, find_family, read_config, write_config
+from psearch_jax.models.hf_config import TABLE, find_family, read_config, write_config
+from psearch_jax.models.lora import axis_sizes
 from psearch_jax.models.tensors import Tensor, TensorReader, write_files
 from psearch_jax.runtime import hub, progress
 from psearch_jax.runtime.paths import TOY_POLICY, atomic_directory, check_new, locate
 from psearch_jax.types import UserError
 
-_SHARD_BYTES = 4_500_000_000
-_PIECE_BYTES = 2**26  # float32 bytes of a tensor that the host holds at a time while writing
+_SHARD_BYTES = 2_000_000_000  # of a file, which the host holds while it is written
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 
 def locate_recorded_model(path: str, name: str, file: str = "config.json") -> str | None:
@@ -59,7 +66,7 @@ def load_hf(
     shardings: Callable[[nnx.State], nnx.State] | None = None,
     dtype: Any = np.float32,
 ) -> tuple[DecoderConfig, nnx.State]:
-    """Loads parameters from a directory directly onto their devices: the host holds one layer's tensor at a time.
+    """Loads parameters from a directory directly onto their devices: the host holds one parameter at a time.
 
     Args:
       shardings: from the abstract parameters to the NamedSharding of each; default: one device.
@@ -70,73 +77,56 @@ def load_hf(
     """
     config = read_config(directory)
     _, abstract = decoder.abstract_params(config)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    placement = shardings(abstract) if shardings else jax.tree.map(lambda _: here, abstract)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placement = shardings(abstract) if shardings else jax.tree.map(lambda _: device, abstract)
     reader = TensorReader(Path(directory))
-    expected = {tensor.name: tensor.shape for tensor in tensors_of(config, lambda *_: ())}
+    expected = {entry.name: entry.shape for entry in _entries(config)}
     for name, shape in expected.items():  # before allocating arrays of the sizes in config.json
         reader.check(name, shape)
     reader.refuse_others(expected.keys() | ({"lm_head.weight"} if config.tied else set()))
-    wanted, places = dict(nnx.to_flat_state(abstract)), dict(nnx.to_flat_state(placement))
-    with progress.step("loading weights", len(wanted)):
-        loaded = _load(reader, config, wanted, places, dtype)
+    parameters, places = dict(nnx.to_flat_state(abstract)), dict(nnx.to_flat_state(placement))
+    loaded = {}
+    with progress.step("loading weights", len(parameters)):
+        for path, *names in TABLE:
+            if path in parameters:
+                read = functools.cache(functools.partial(_read_part, reader, config, *names, dtype))
+                shape, sharding = parameters[path].shape, places[path].get_value()
+                # Devices with the same part share one read; slices are hashable only from Python 3.12 on.
+                array = jax.make_array_from_callback(
+                    shape, sharding, lambda index, read=read: read(tuple((s.start, s.stop) for s in index))
+                )
+                loaded[path] = parameters[path].replace(jax.block_until_ready(array))
+                progress.advance()
     return config, nnx.from_flat_state(loaded)
 
 
-def _load(
+def _read_part(
     reader: TensorReader,
     config: DecoderConfig,
-    wanted: Mapping[tuple[str, ...], nnx.Variable],
-    places: Mapping[tuple[str, ...], nnx.Variable],
+    hf_name: str,
+    hf_axes: str,
+    our_axes: str,
     dtype: Any,
-) -> dict[tuple[str, ...], nnx.Variable]:
-    """The arrays of a directory by their paths in our parameters, each on its devices."""
-    loaded = {}
-    for path, hf_name, hf_axes, our_axes in TABLE:
-        if path not in wanted:
-            continue
-        shape, place = wanted[path].shape, places[path].get_value()
-
-        def read(name: str, shape: tuple[int, ...], sharding: Any, axes=(hf_axes, our_axes)) -> jax.Array:
-            known: dict[Any, np.ndarray] = {}  # devices with the same part share one read
-
-            def part(index: tuple[slice, ...]) -> np.ndarray:
-                key = tuple((s.start, s.stop) for s in index)
-                if key not in known:
-                    known[key] = _part(reader, name, *axes, index, config).astype(dtype)
-                return known[key]
-
-            return jax.make_array_from_callback(shape, sharding, part)
-
-        if "{i}" in hf_name:
-            value = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=place)()
-            put = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=place)
-            one = NamedSharding(place.mesh, P(*place.spec[1:])) if isinstance(place, NamedSharding) else place
-            for i in range(config.layers):
-                value = jax.block_until_ready(put(value, read(hf_name.format(i=i), shape[1:], one), i, 0))
-        else:
-            value = read(hf_name, shape, place)
-        loaded[path] = wanted[path].replace(value)
-        progress.advance()
-    return loaded
-
-
-def _part(
-    reader: TensorReader, name: str, hf_axes: str, our_axes: str, index: tuple[slice, ...], config: DecoderConfig
+    bounds: tuple[tuple[int | None, int | None], ...],
 ) -> np.ndarray:
-    """The part of a tensor that `index` over our axes selects, in the order of our axes."""
+    """The part of one of our parameters within `bounds`, (start, stop) of each axis; names as in `TABLE`."""
+    index = [slice(*pair) for pair in bounds]
+    layers = range(config.layers)[index.pop(0)] if "{i}" in hf_name else (None,)
     sizes = axis_sizes(config)
-    groups = hf_axes.split(".")
-    wanted = dict(zip(our_axes, index, strict=True))
+    by_axis = dict(zip(our_axes, index, strict=True))
     slices = []
-    for group in groups:  # of merged axes only the first is ever split
+    for group in hf_axes.split("."):  # of merged axes only the first is ever split
         first, inner = group[0], math.prod(sizes[c] for c in group[1:])
-        start, stop, _ = wanted[first].indices(sizes[first])
+        start, stop, _ = by_axis[first].indices(sizes[first])
         slices.append(slice(start * inner, stop * inner))
         sizes[first] = stop - start
     letters = hf_axes.replace(".", "")
-    array = reader.take(name, tuple(slices)).reshape([sizes[c] for c in letters])
-    return array.transpose([letters.index(c) for c in our_axes])
+    order = [letters.index(c) for c in our_axes]
+    arrays = []
+    for layer in layers:
+        array = reader.take(hf_name.format(i=layer), tuple(slices)).reshape([sizes[c] for c in letters])
+        arrays.append(array.transpose(order).astype(dtype))
+    return np.stack(arrays) if "{i}" in hf_name else arrays[0]
 
 
 def save_hf(
@@ -152,7 +142,7 @@ def save_hf(
     """Writes a directory that transformers loads: weights, configs, the tokenizer's files, and a card (README.md).
 
     On a disk, it is written to a temporary directory and renamed, so that `out` is complete or absent. On an object
-    store, config.json comes last: without it the directory is no model. The host holds one layer's tensor at a time.
+    store, config.json comes last: without it the directory is no model. The host holds the tensors of one file.
 
     Args:
       lora: `params` contain adapters, which are merged into the weights one kernel at a time.
@@ -172,51 +162,81 @@ def save_hf(
             f"{tokenizer_directory}: no tokenizer.json or vocab.json found, accepted: a tokenizer directory"
         )
     check_new(out)
-    merge = _Merge(params, lora, dtype)
-    tensors = list(_exported(merge, config))  # parameters of another shape are refused here
+    export = _Export(params, config, lora, dtype)
     with atomic_directory(out) as target:
-        write_files(target, tensors, dtype, shard_bytes)
+        write_files(target, export.tensors, dtype, shard_bytes)
         for name in _TOKENIZER_FILES:
             if (tokenizer_directory / name).is_file():
                 (target / name).write_bytes((tokenizer_directory / name).read_bytes())
         for name, content in (files or {}).items():
             (target / name).write_bytes(content)
-        (target / "README.md").write_text(_card(merge, find_family(config), dtype, bool(files)), encoding="utf-8")
+        card = _card(find_family(config), dtype, lora, export.relative_error, bool(files))
+        (target / "README.md").write_text(card, encoding="utf-8")
         write_config(target, config, dtype)
-    return merge.relative_error
+    return export.relative_error
 
 
-class _Merge:
-    """The arrays of an export by their paths, and the rounding error of the merged kernels."""
+class _Entry(NamedTuple):
+    """A tensor of a checkpoint."""
 
-    def __init__(self, params: nnx.State, lora: Lora | None, dtype: Any):
+    name: str
+    shape: tuple[int, ...]
+    path: tuple[str, ...]  # in our parameters
+    layer: int | None  # of our stacked array
+    order: tuple[int, ...]  # the transposition from our axes to those of the tensor
+
+
+def _entries(config: DecoderConfig) -> Iterator[_Entry]:
+    """The tensors of a model's checkpoint."""
+    sizes, parameters = axis_sizes(config), dict(nnx.to_flat_state(decoder.abstract_params(config)[1]))
+    for path, hf_name, hf_axes, our_axes in TABLE:
+        if path not in parameters:
+            continue
+        shape = tuple(math.prod(sizes[c] for c in group) for group in hf_axes.split("."))
+        order = tuple(our_axes.index(c) for c in hf_axes if c != ".")
+        for layer in range(config.layers) if "{i}" in hf_name else (None,):
+            yield _Entry(hf_name.format(i=layer), shape, path, layer, order)
+
+
+class _Export:
+    """The tensors of an export, and the rounding error of the kernels merged so far."""
+
+    def __init__(self, params: nnx.State, config: DecoderConfig, lora: Lora | None, dtype: Any):
         base, low = adapters.split_adapters(params)
         if (low is None) != (lora is None):
             raise ValueError("lora: needed if `params` contain adapters, and only then")
-        self.lora, self._dtype = lora, jnp.dtype(dtype)
-        self.values = {path: variable.get_value() for path, variable in nnx.to_flat_state(base)}
+        self._lora, self._dtype = lora, jnp.dtype(dtype)
+        self._values = {path: variable.get_value() for path, variable in nnx.to_flat_state(base)}
         self._low = {path[-1]: variable.get_value() for path, variable in nnx.to_flat_state(low or nnx.State({}))}
         self._lost = self._added = 0.0
+        expected = {path: v.shape for path, v in nnx.to_flat_state(decoder.abstract_params(config)[1])}
+        actual = {path: value.shape for path, value in self._values.items()}
+        for path in expected | actual:
+            if actual.get(path) != expected.get(path):
+                shapes = f"found shape {actual.get(path)}, the config asks for {expected.get(path)}"
+                raise UserError(f"{'.'.join(path)}: {shapes}")
+        self.tensors = [Tensor(e.name, e.shape, functools.partial(self._compute, e)) for e in _entries(config)]
 
     @property
     def relative_error(self) -> float:
         return math.sqrt(self._lost / self._added) if self._added else 0.0
 
-    def pieces(self, path: tuple[str, ...], layer: int | None, hf_axes: str, our_axes: str) -> Iterator[np.ndarray]:
-        """One tensor in pieces along its first axis, see `_pieces`."""
-        value, name = self.values[path], path[-1]
-        if self.lora and name in adapters.KERNELS:
+    def _compute(self, entry: _Entry) -> np.ndarray:
+        value, name = self._values[entry.path], entry.path[-1]
+        if self._lora and name in adapters.KERNELS:
             a, b = (self._low[f"{name}_{side}"] for side in "ab")
-            value, lost, added = adapters.merge_kernel(value, a, b, layer, self.lora, self._dtype)
-            self._lost, self._added, layer = self._lost + float(lost), self._added + float(added), None
-        yield from _pieces(value, layer, hf_axes, our_axes)
+            value, lost, added = adapters.merge_kernel(value, a, b, entry.layer, self._lora, self._dtype)
+            self._lost, self._added = self._lost + float(lost), self._added + float(added)
+        elif entry.layer is not None:
+            value = jax.lax.dynamic_index_in_dim(value, entry.layer, keepdims=False)
+        return np.asarray(value).transpose(entry.order).reshape(entry.shape)
 
 
-def _card(merge: _Merge, family: str, dtype: Any, asked: bool) -> str:
+def _card(family: str, dtype: Any, lora: Lora | None, relative_error: float, has_settings: bool) -> str:
     """The README.md of an export: what its user must know about the weights."""
-    name, lora = jnp.dtype(dtype).name, merge.lora
+    name = jnp.dtype(dtype).name
     text = f"# A policy trained with psearch_jax\n\n{family} weights in {name}.\n"
-    if asked:
+    if has_settings:
         text += (
             "\n`launch/ask.py --model=DIR --index=INDEX` takes the settings of its training from psearch.json, such "
             "as the token budgets.\n"
@@ -225,79 +245,7 @@ def _card(merge: _Merge, family: str, dtype: Any, asked: bool) -> str:
         text += (
             f"\nAdapters of rank {lora.rank} (alpha {lora.alpha:g}) were merged into every kernel of the layers in "
             f"float32, and the sums rounded to {name}. This rounding changed what the adapters add by a relative "
-            f"error of {merge.relative_error:.2g} (norms over all kernels). The policy was trained and "
-            "evaluated without it.\n"
+            f"error of {relative_error:.2g} (norms over all kernels). The policy was trained and evaluated without "
+            "it.\n"
         )
     return text
-
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
-
-
-def tensors_of(config: DecoderConfig, pieces: Callable[..., Any]) -> Iterator[Tensor]:
-    """The tensors of a checkpoint; `pieces(path, layer or None, shape)` yields one in pieces along its first axis."""
-    sizes, shapes = axis_sizes(config), _shapes(config)
-    for path, hf_name, hf_axes, _ in TABLE:
-        if path not in shapes:
-            continue
-        shape = tuple(math.prod(sizes[c] for c in group) for group in hf_axes.split("."))
-        for i in range(config.layers) if "{i}" in hf_name else (None,):
-            yield Tensor(hf_name.format(i=i), shape, functools.partial(pieces, path, i, shape))
-
-
-def _shapes(config: DecoderConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The shape of every parameter of a model, by its path."""
-    return {path: variable.shape for path, variable in nnx.to_flat_state(decoder.abstract_params(config)[1])}
-
-
-def _exported(merge: _Merge, config: DecoderConfig) -> Iterator[Tensor]:
-    wanted, actual = _shapes(config), {path: value.shape for path, value in merge.values.items()}
-    for path in wanted | actual:
-        if actual.get(path) != wanted.get(path):
-            shapes = f"found shape {actual.get(path)}, the config asks for {wanted.get(path)}"
-            raise UserError(f"{'.'.join(path)}: {shapes}")
-    axes = {path: (hf_axes, our_axes) for path, _, hf_axes, our_axes in TABLE}
-    return tensors_of(config, lambda path, layer, _: merge.pieces(path, layer, *axes[path]))
-
-
-def _pieces(array: jax.Array, layer: int | None, hf_axes: str, our_axes: str) -> Iterator[np.ndarray]:
-    """One tensor with Hugging Face's axes, in pieces along its first axis that fit in host memory.
-
-    Each piece is assembled from the devices' shards: slicing the global array would gather it on every device.
-    """
-    letters = hf_axes.replace(".", "")
-    axis = our_axes.index(letters[0])
-    lead = 0 if layer is None else 1
-    shape = array.shape[lead:]
-    rows = max(1, _PIECE_BYTES * shape[axis] // (4 * math.prod(shape)))
-    for start in range(0, shape[axis], rows):
-        stop = min(start + rows, shape[axis])
-        piece = np.empty([stop - start if i == axis else n for i, n in enumerate(shape)], array.dtype)
-        for shard in array.addressable_shards:
-            index = [s.indices(n)[:2] for s, n in zip(shard.index[lead:], shape, strict=True)]
-            first, last = max(start, index[axis][0]), min(stop, index[axis][1])
-            if shard.replica_id or first >= last:
-                continue
-            data = _slice_rows(shard.data, layer, first - index[axis][0], last - first, axis)
-            place = [slice(*bounds) for bounds in index]
-            place[axis] = slice(first - start, last - start)
-            piece[tuple(place)] = jax.device_get(data)
-        yield piece.transpose([our_axes.index(c) for c in letters])
-
-
-@functools.partial(jax.jit, static_argnames=("size", "axis"))
-def _slice_rows(array: jax.Array, layer: int | None, start: int, size: int, axis: int) -> jax.Array:
-    """`size` entries along `axis` from `start` on; of `layer`, if the array is stacked."""
-    if layer is None:
-        return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
-    starts, sizes = [layer] + [0] * (array.ndim - 1), [1, *array.shape[1:]]
-    starts[axis + 1], sizes[axis + 1] = start, size
-    return jax.lax.dynamic_slice(array, starts, sizes)[0]

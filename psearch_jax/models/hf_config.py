@@ -179,17 +179,5 @@ def _hf_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def axis_sizes(config: DecoderConfig) -> dict[str, int]:
-    """The sizes of the axes in `TABLE` by their letters."""
-    return {
-        "V": config.vocab_rows,
-        "D": config.width,
-        "N": config.heads,
-        "K": config.kv_heads,
-        "H": config.head_dim,
-        "F": config.mlp,
-    }
-
-
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -29,8 +29,9 @@ LOGICAL = {"D": "embed", "N": "heads", "K": "kv_heads", "H": None, "F": "mlp"}
 
 
 def axis_sizes(config: DecoderConfig) -> dict[str, int]:
-    """The sizes of a kernel's axes by their letters."""
-    return {"D": config.width, "N": config.heads, "K": config.kv_heads, "H": config.head_dim, "F": config.mlp}
+    """The sizes of parameters' axes by their letters."""
+    c = config
+    return {"V": c.vocab_rows, "D": c.width, "N": c.heads, "K": c.kv_heads, "H": c.head_dim, "F": c.mlp}
 
 
 class Adapters(nnx.Module):

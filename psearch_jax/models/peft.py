@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,11 @@ def save_adapters(
 
     out = locate(out)
     check_new(out)
-    flat = {path[-1]: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(adapters) if path[0] == "adapters"}
-    tensors, sizes = {}, lora.axis_sizes(config)
-    for kernel, (inner, outer) in lora.KERNELS.items():
-        inputs, outputs = (math.prod(sizes[c] for c in axes) for axes in (inner, outer))
-        a = flat[f"{kernel}_a"].reshape(config.layers, inputs, adapter.rank).swapaxes(1, 2)
-        b = flat[f"{kernel}_b"].reshape(config.layers, adapter.rank, outputs).swapaxes(1, 2)
-        for layer in range(config.layers):
-            name = _PREFIX + module_name(kernel, layer)
-            tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(a[layer].astype(jnp.dtype(dtype)))
-            tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b[layer].astype(jnp.dtype(dtype)))
+    stacks = {path[-1]: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(adapters) if path[0] == "adapters"}
+    tensors = {
+        name: np.ascontiguousarray(stacks[array][layer].reshape(shape[::-1]).T, jnp.dtype(dtype))
+        for name, array, layer, shape in _entries(config, adapter.rank)
+    }
     record = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -57,7 +53,7 @@ def save_adapters(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted({module_name(kernel, 0).rpartition(".")[2] for kernel in lora.KERNELS}),
+        "target_modules": sorted({_module_name(kernel, 0).rpartition(".")[2] for kernel in lora.KERNELS}),
     }
     with atomic_directory(out) as target:
         write_atomically(target / WEIGHTS, save(tensors, metadata={"format": "pt"}))
@@ -93,38 +89,42 @@ def load_adapters(path: str | Path, config: DecoderConfig) -> nnx.State:
     """
     import safetensors
 
-    path, adapter, sizes = locate(path), read_shape(path), lora.axis_sizes(config)
-    abstract, rank = lora.abstract_adapters(config, adapter), adapter.rank
+    path, adapter = locate(path), read_shape(path)
+    stacks: dict[str, list[np.ndarray]] = {}
     try:
         with safetensors.safe_open(path / WEIGHTS, framework="np") as file:
-            names = set(file.keys())
-            values = {}
-            for kernel, axes in lora.KERNELS.items():
-                for side, letters in zip("AB", axes, strict=True):
-                    size = math.prod(sizes[c] for c in letters)
-                    shape = (rank, size) if side == "A" else (size, rank)
-                    layers = []
-                    for layer in range(config.layers):
-                        name = f"{_PREFIX}{module_name(kernel, layer)}.lora_{side}.weight"
-                        if name not in names:
-                            raise UserError(f"{path / WEIGHTS}: no {name}, accepted: adapters on every kernel")
-                        names.discard(name)
-                        tensor = file.get_tensor(name)
-                        if tensor.shape != shape:
-                            raise UserError(f"{path / WEIGHTS}: {name} has shape {tensor.shape}, accepted: {shape}")
-                        layers.append(tensor.astype(np.float32).T)
-                    values[f"{kernel}_{side.lower()}"] = np.stack(layers)
+            others = set(file.keys())
+            for name, array, _, shape in _entries(config, adapter.rank):
+                if name not in others:
+                    raise UserError(f"{path / WEIGHTS}: no {name}, accepted: adapters on every kernel")
+                others.discard(name)
+                tensor = file.get_tensor(name)
+                if tensor.shape != shape:
+                    raise UserError(f"{path / WEIGHTS}: {name} has shape {tensor.shape}, accepted: {shape}")
+                stacks.setdefault(array, []).append(tensor.astype(np.float32).T)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{path / WEIGHTS}: cannot be read ({first_line(error)})") from None
-    if names:
-        raise UserError(f"{path / WEIGHTS}: {sorted(names)[0]} found, accepted: adapters on the layers' kernels only")
-    flat = nnx.to_flat_state(abstract)
+    if others:
+        raise UserError(f"{path / WEIGHTS}: {min(others)} found, accepted: adapters on the layers' kernels only")
+    flat = nnx.to_flat_state(lora.abstract_adapters(config, adapter))
     return nnx.from_flat_state(
-        [(where, v.replace(jnp.asarray(values[where[-1]].reshape(v.shape)))) for where, v in flat]
+        {where: v.replace(jnp.asarray(np.stack(stacks[where[-1]]).reshape(v.shape))) for where, v in flat}
     )
 
 
-def module_name(kernel: str, layer: int) -> str:
+def _entries(config: DecoderConfig, rank: int) -> Iterator[tuple[str, str, int, tuple[int, int]]]:
+    """Of every tensor its name, our stacked array that contains it transposed, the layer, and the tensor's shape."""
+    sizes = lora.axis_sizes(config)
+    for kernel, axes in lora.KERNELS.items():
+        for side, letters in zip("ab", axes, strict=True):
+            size = math.prod(sizes[c] for c in letters)
+            shape = (rank, size) if side == "a" else (size, rank)
+            for layer in range(config.layers):
+                name = f"{_PREFIX}{_module_name(kernel, layer)}.lora_{side.upper()}.weight"
+                yield name, f"{kernel}_{side}", layer, shape
+
+
+def _module_name(kernel: str, layer: int) -> str:
     """The name in transformers of the module that owns a kernel."""
     (hf_name,) = (name for where, name, _, _ in hf.TABLE if where[-1] == kernel)
     return hf_name.format(i=layer).removesuffix(".weight")

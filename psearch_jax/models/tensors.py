@@ -1,78 +1,54 @@
-"""Safetensors directories: reads parts of tensors, writes streams of tensors, and never holds a full file in memory.
-
-A file is the length of its header (8 bytes, little endian), the header (JSON: dtype, shape and offsets of every
-tensor), and the bytes of the tensors, one after the other.
-"""
+"""Safetensors directories: reads parts of tensors, and writes tensors one file at a time."""
 
 from __future__ import annotations
 
 import json
 import math
-import struct
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from psearch_jax.runtime.paths import read_json
 from psearch_jax.types import UserError
 
 INDEX = "model.safetensors.index.json"
-_NAMES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16"}
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor whose values are computed while it is written."""
+    """A tensor whose values are computed when it is written."""
 
     name: str
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[np.ndarray]]  # its slices along the first axis, in order
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
-def write_tensors(path: Path, tensors: Sequence[Tensor], dtype: Any) -> None:
-    """Writes one file, piece by piece."""
-    dtype = np.dtype(dtype)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.size * dtype.itemsize
-        header[tensor.name] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors:
-            for piece in tensor.pieces():
-                file.write(np.ascontiguousarray(piece, dtype).view(np.uint8).data)
+    compute: Callable[[], np.ndarray]
 
 
 def write_files(directory: Path, tensors: Iterable[Tensor], dtype: Any, file_bytes: int) -> None:
     """Writes tensors as one file, or as several with an index if one would be larger than `file_bytes`."""
-    itemsize = np.dtype(dtype).itemsize
+    from safetensors.numpy import save
+
+    dtype = np.dtype(dtype)
     files: list[list[Tensor]] = [[]]
-    held = 0  # bytes of the last file
+    total = size = 0  # bytes of all files, and of the last one
     for tensor in tensors:
-        if held and held + tensor.size * itemsize > file_bytes:
+        added = math.prod(tensor.shape) * dtype.itemsize
+        if size and size + added > file_bytes:
             files.append([])
-            held = 0
+            size = 0
         files[-1].append(tensor)
-        held += tensor.size * itemsize
-    where, total = {}, len(files)
-    for number, part in enumerate(files, 1):
-        name = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-        write_tensors(directory / name, part, dtype)
-        where |= {tensor.name: name for tensor in part}
-    if total > 1:
-        size = itemsize * sum(tensor.size for part in files for tensor in part)
-        index = {"metadata": {"total_size": size}, "weight_map": where}
+        total, size = total + added, size + added
+    weight_map = {}
+    for number, members in enumerate(files, 1):
+        several = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        name = several if len(files) > 1 else "model.safetensors"
+        arrays = {tensor.name: np.ascontiguousarray(tensor.compute(), dtype) for tensor in members}
+        (directory / name).write_bytes(save(arrays, metadata={"format": "pt"}))
+        weight_map |= dict.fromkeys(arrays, name)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

@@ -40,7 +40,8 @@ def mini_batches(batch: TrainBatch, rollouts: int) -> list[TrainBatch]:
 
     Rows of a group are adjacent and `rollouts` is a multiple of the group size, so no group is split.
     """
-    return [select_rows(batch, np.arange(i, min(i + rollouts, len(batch.length)))) for i in _starts(batch, rollouts)]
+    starts = range(0, len(batch.length), rollouts)
+    return [TrainBatch(*(x[start : start + rollouts] for x in vars(batch).values())) for start in starts]
 
 
 class Place(NamedTuple):
@@ -76,13 +77,13 @@ def micro_batches(
     order = [int(i) for i in np.argsort(-batch.length, kind="stable") if batch.length[i] > 0]
     bins = _fit(lengths, row_widths, rows, max_per_row)
     assert bins is not None, "the chosen widths were checked to fit"
-    places: list[list[Place]] = [[] for _ in row_widths]
+    packed: list[list[Place]] = [[] for _ in row_widths]
     used: dict[int, int] = {}
     for i, at in zip(order, bins, strict=True):
         micro_batch, row = divmod(at, rows)
-        places[micro_batch].append(Place(i, row, used.get(at, 0)))
+        packed[micro_batch].append(Place(i, row, used.get(at, 0)))
         used[at] = used.get(at, 0) + int(batch.length[i])
-    return [(placed, _pack(batch, placed, rows, width)) for placed, width in zip(places, row_widths, strict=True)]
+    return [(places, _pack(batch, places, rows, width)) for places, width in zip(packed, row_widths, strict=True)]
 
 
 def padding(pieces: Sequence[tuple[list[Place], MicroBatch]]) -> float:
@@ -151,22 +152,13 @@ def _shrink(
 
 
 def _pack(batch: TrainBatch, places: Sequence[Place], rows: int, width: int) -> MicroBatch:
-    moved = [name for name in TrainBatch.__dataclass_fields__ if name != "length"]
-    out = {name: np.zeros((rows, width), getattr(batch, name).dtype) for name in moved}
+    names = [name for name in TrainBatch.__dataclass_fields__ if name != "length"]
+    out = {name: np.zeros((rows, width), getattr(batch, name).dtype) for name in names}
     segments, positions = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.int32)
     for i, row, start in places:
         n = int(batch.length[i])
-        for name in moved:
+        for name in names:
             out[name][row, start : start + n] = getattr(batch, name)[i, :n]
         segments[row, start : start + n] = segments[row].max() + 1
         positions[row, start : start + n] = np.arange(n)
     return MicroBatch(segments=segments, positions=positions, **out)
-
-
-def select_rows(batch: TrainBatch, places: np.ndarray) -> TrainBatch:
-    """The rows at indices `places`."""
-    return TrainBatch(*(getattr(batch, name)[places] for name in TrainBatch.__dataclass_fields__))
-
-
-def _starts(batch: TrainBatch, size: int) -> range:
-    return range(0, len(batch.length), size)

@@ -20,14 +20,14 @@ PROMPT_SEARCHES = 2  # assumed number of searches in the prompt's own examples
 _ASSISTANT = re.compile(r"<\|im_start\|>assistant\s*")
 _SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-# Which blocks may follow a block; a transcript starts at "" and ends after an answer.
-_FOLLOWS = {
-    "": {"think"},
-    "think": {"search", "answer"},
-    "search": {"information"},
-    "information": {"think"},
-    "answer": set(),
-}
+
+
+def _block(name: str) -> str:
+    return rf"\s*<{name}>(?:(?!{TAG.pattern}).)*</{name}>"
+
+
+_THINK = _block("think")
+_VALID = re.compile(rf"{_THINK}(?:{_block('search')}{_block('information')}{_THINK})*{_block('answer')}\s*", re.DOTALL)
 
 
 def compat_score(prompt: str, response: str, golds: tuple[str, ...], kind: Kind, reward: RewardSection) -> RewardParts:
@@ -110,20 +110,4 @@ def valid_transcript(text: str) -> bool:
     Only whitespace may separate the blocks, nothing may follow the answer, and no block may contain a tag.
     """
     marker = _ASSISTANT.search(text)
-    if marker is None:
-        return False
-    last, inside = "", ""  # the last closed block, the open block
-    for piece in TAG.split(text[marker.end() :]):
-        name = piece.strip("</>")
-        if not TAG.fullmatch(piece):
-            if piece.strip() and not inside:
-                return False
-        elif piece.startswith("</"):
-            if inside != name:
-                return False
-            last, inside = name, ""
-        else:
-            if inside or name not in _FOLLOWS[last]:
-                return False
-            inside = name
-    return last == "answer" and not inside
+    return marker is not None and _VALID.fullmatch(text, marker.end()) is not None

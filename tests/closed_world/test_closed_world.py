@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -28,6 +29,7 @@ from psearch_jax.closed_world.question_forms import (
     known_questions,
     questions,
 )
+from psearch_jax.closed_world.scripted import Mixture, plan
 from psearch_jax.closed_world.wordings import FORMS, PAIRED
 from psearch_jax.types import KINDS, UserError
 from retrieval.service import RetrievalService
@@ -49,22 +51,26 @@ def test_world_is_a_function_of_its_seed(world):
         assert first == again != questions(world, "eval", kind, 50, seed=4)
 
 
-@pytest.mark.parametrize("total", [1, 2, 3, 7, 103, 2003, 4000])
-def test_kinds_sum_to_the_questions_asked_for(total):
+def test_kinds_sum_to_the_questions_asked_for():
     """Counts of kinds sum to the total and are never negative; shares above 1 are refused."""
-    counts = kind_counts(total, {"parallel": 0.5, "sequential": 0.5})
-    assert sum(counts.values()) == total and min(counts.values()) >= 0
-    assert kind_counts(total, {"parallel": 0.42, "sequential": 0.32, "mixed": 0.06})["single"] >= 0
+    for total in (1, 2, 3, 7, 103, 2003, 4000):
+        for shares in ({"parallel": 0.5, "sequential": 0.5}, {"parallel": 0.42, "sequential": 0.32, "mixed": 0.06}):
+            counts = kind_counts(total, shares)
+            assert sum(counts.values()) == total and min(counts.values()) >= 0
     with pytest.raises(UserError, match="sum to more than 1"):
-        kind_counts(total, {"parallel": 0.9, "sequential": 0.9})
+        kind_counts(7, {"parallel": 0.9, "sequential": 0.9})
 
 
 def test_world_does_not_drift(world):
-    """The world of the shipped policy and of all figures stays as it is."""
+    """The world of the shipped policy and of all figures stays as it is, to the byte."""
     assert world.passages[500].text == "The birth year of Guluron is 1976."
     first = questions(world, "eval", "parallel", 1, seed=0)[0]
     assert first.text == "Is the sequel of Famamim Judipon's sequel?"
-    assert len({p.id for p in world.passages}) == len(world.passages)
+    drawn = [q for kind in KINDS for q in questions(world, "train", kind, 50, seed=0)]
+    rng = np.random.default_rng(0)
+    plans = [[step.text for step in plan(q, rng, Mixture(), 4)] for q in drawn]
+    text = json.dumps([[p.text for p in world.passages], [[q.text, q.answers, q.metadata] for q in drawn], plans])
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "a136f868998f6ca6"
 
 
 def test_every_fact_has_a_passage_of_its_own(world):
@@ -76,15 +82,12 @@ def test_every_fact_has_a_passage_of_its_own(world):
     subjects = [(text.split(" is ")[0]) for text in texts]
     shared = len(subjects) - len(set(subjects))
     assert shared < 0.02 * len(subjects)  # homonyms are of different types, which share no attribute
-
-
-def test_some_entities_of_different_types_share_a_name(world):
-    """Some films and cities share a name with an entity of another type."""
-    kinds = {}
+    assert len({p.id for p in world.passages}) == len(world.passages)
+    kinds: dict[str, list[str]] = {}
     for entity in world.entities:
         kinds.setdefault(entity.name, []).append(entity.kind)
-    shared = [types for types in kinds.values() if len(types) > 1]
-    assert len(shared) > 20 and all(len(set(types)) == len(types) for types in shared)
+    homonyms = [types for types in kinds.values() if len(types) > 1]
+    assert len(homonyms) > 20 and all(len(set(types)) == len(types) for types in homonyms)
 
 
 def test_held_out_entities_stay_out_of_training(world):
@@ -115,23 +118,18 @@ def test_new_names_are_never_renamed_into(world):
             assert is_new(again) == (which == "new")
 
 
-def test_nearly_the_same_name_is_another_known_one():
-    """A changed name differs in one syllable and is a known one."""
+def test_renaming_changes_names_and_nothing_else():
+    """A renaming permutes heads, middles and tails among themselves, and keeps all other tokens."""
+    ids = [range(10, 90), range(90, 150), range(150, 230)]
+    first, second = (draw_renaming(np.random.default_rng(seed), ids, 240) for seed in (0, 1))
+    assert sorted(first) == list(range(240)) and (first != second).sum() > 150
+    assert (first[:10] == np.arange(10)).all() and (first[230:] == np.arange(230, 240)).all()
+    assert all(set(first[list(group)]) == set(group) for group in ids)
     rng = np.random.default_rng(0)
     for name in draw_names(rng, 50, "known"):
         other = change_syllable(rng, name)
         parts = [(name[a:b], other[a:b]) for a, b in ((0, 2), (2, 4), (4, 7))]
-        assert sum(one != two for one, two in parts) == 1 and not is_new(other)
-
-
-def test_renaming_changes_names_and_nothing_else():
-    """A renaming permutes heads, middles and tails among themselves, and keeps all other tokens."""
-    ids = [range(10, 90), range(90, 150), range(150, 230)]
-    one, other = (draw_renaming(np.random.default_rng(seed), ids, 240) for seed in (0, 1))
-    assert sorted(one) == list(range(240)) and (one != other).sum() > 150
-    assert (one[:10] == np.arange(10)).all() and (one[230:] == np.arange(230, 240)).all()
-    for group in ids:
-        assert set(one[list(group)]) == set(group)
+        assert sum(a != b for a, b in parts) == 1 and not is_new(other)
 
 
 def test_answers_follow_from_passages(world):
@@ -143,6 +141,9 @@ def test_answers_follow_from_passages(world):
     for kind in KINDS:
         for q in questions(world, "eval", kind, 300, seed=0):
             m = q.metadata
+            names = set(NAME.findall(q.text)) | {v for _, _, v in facts_of(q) if not v.isdigit()}
+            assert len({head(name) for name in names}) == len(names), "two names begin alike"
+            assert len(set(m["options"])) == len(m["options"])
             for attribute, subject, value in facts_of(q):
                 assert value in facts[subject, attribute]
             for before, after in zip(m["rounds"], m["rounds"][1:], strict=False):
@@ -197,15 +198,6 @@ def test_yes_and_no_and_every_place_are_as_likely(world):
         elif asked[0].metadata["options"]:
             places = [q.metadata["options"].index(q.answers[0]) for q in asked if len(q.metadata["options"]) == 2]
             assert abs(np.mean(places) - 0.5) < 0.12, name
-
-
-def test_no_two_names_of_a_question_begin_alike(world):
-    """No two names of a question share their first syllable."""
-    for kind in KINDS:
-        for q in questions(world, "eval", kind, 300, seed=0):
-            assert len(set(q.metadata["options"])) == len(q.metadata["options"]), q.text
-            names = set(NAME.findall(q.text)) | {v for _, s, v in facts_of(q) if not v.isdigit()}
-            assert len({head(name) for name in names}) == len(names)
 
 
 def test_known_facts_are_of_training_entities(world):
@@ -267,10 +259,12 @@ def test_what_words_give_away(world):
     cues = measure_cues(world, 800)
     assert cues["first three words"]["held-out wordings"] <= 0.65
     assert cues["bag of words, linear"]["held-out wordings"] <= 0.8
-    unordered = ("first three words", "unordered attributes", "bag of words, linear", "bag of words, random forest")
-    for features in (*unordered, "first thought, random forest"):
+    for features in (
+        "first three words",
+        "bag of words, linear",
+        "bag of words, random forest",
+        "first thought, random forest",
+    ):
         assert cues[features][PAIRS] <= 0.56 and cues[features][f"{PAIRS}, trained on {PAIRS} only"] <= 0.56
-    # The order of two attributes: the outer one of a chain is more often the first.
-    assert cues["first thought, word bigrams"][PAIRS] <= 0.63
     assert cues["one rule: an attribute of an attribute"][PAIRS] > 0.99
     assert cues["word bigrams"]["known wordings"] > 0.9  # the order of the words does show the structure

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from question_cues import facts_of, oracle
 
 from psearch_jax.closed_world import exercises
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED, ClosedWorld
@@ -17,7 +18,6 @@ from psearch_jax.closed_world.scripted import (
     conclude,
     find_least,
     first_thought,
-    oracle,
     plan,
     query_all_at_once,
     write_all,
@@ -139,25 +139,31 @@ def test_searching_all_at_once_misses_what_depends_on_another_fact(world, retrie
             assert not {facts[-1]} & retrieved or q.metadata["rounds"][0][0][1] in facts[-1], q
 
 
-def test_an_oracle_is_answered_all_it_needs(world, retriever):
-    """Optimal searches retrieve all facts."""
+def test_optimal_searches_retrieve_all_facts(world, retriever):
+    """Nearly always; a search for eight facts shows all of them in one observation."""
     missed = 0
     batch = every_kind(world, 60, "eval")
     for q in batch:
         retrieved = {p.text for s in oracle(q) for r in retriever.search(list(s.queries), 2) for p in r if s.queries}
-        facts = [f"The {a} of {s} is {v}." for r in q.metadata["rounds"] for a, s, v in r]
-        missed += not set(facts) <= retrieved
+        missed += not {f"The {a} of {s} is {v}." for a, s, v in facts_of(q)} <= retrieved
     assert missed <= 0.02 * len(batch)
 
 
-def test_verdicts_read_what_was_found():
-    """The running minimum is stated with its name."""
-    text = find_least([("Bakasan", "1950"), ("Dotiles", "1940"), ("Fegimor", "1945")])
-    assert text == "Bakasan 1950 ; Dotiles 1940 least Dotiles 1940 ; Fegimor 1945 least Dotiles 1940"
+def test_eight_facts_fit_one_observation(world, tokenizer, retriever):
+    """A search for eight facts shows all of them; five facts do not fit into four single searches."""
+    batch = questions(world, "eval", "parallel", 30, 0, ["first", "has"], {8: 1.0})
+    for q, (ids, mask) in zip(batch, write_all(batch, list(map(oracle, batch)), retriever, tokenizer, 2), strict=True):
+        text = tokenizer.decode(ids[~mask])
+        assert all(f"The {a} of {s} is {v}." in text for a, s, v in q.metadata["rounds"][0])
+        assert len(ids) <= 448 and (~mask).sum() <= OBSERVATION_TOKENS + 64
+        steps = plan(q, np.random.default_rng(0), RIGHT, 4)
+        assert len(steps) == 5 and steps[-1].thought.startswith("guess")
 
 
 def test_verdicts_end_with_the_answer(world):
     """A last thought compares the right values and concludes with the gold answer."""
+    text = find_least([("Bakasan", "1950"), ("Dotiles", "1940"), ("Fegimor", "1945")])
+    assert text == "Bakasan 1950 ; Dotiles 1940 least Dotiles 1940 ; Fegimor 1945 least Dotiles 1940"
     for q in every_kind(world, 200, "eval"):
         text = conclude(q)
         assert text.endswith(f" so {q.answers[0]}"), q
@@ -177,14 +183,6 @@ def test_mixture_has_the_stated_shares(world):
         assert max(len(steps) for steps in plans) <= 5
 
 
-def test_more_than_four_facts_cannot_be_looked_up_one_by_one(world):
-    """Five facts do not fit into four single searches."""
-    many = questions(world, "eval", "parallel", 50, 0, ["first", "has"], {5: 0.5, 8: 0.5})
-    for q in many:
-        steps = plan(q, np.random.default_rng(0), RIGHT, 4)
-        assert len(steps) == 5 and steps[-1].thought.startswith("guess")
-
-
 def test_scripted_trajectories_are_short_and_reproducible(world, tokenizer, retriever):
     """Equal seeds give equal rows, at a median of at most 220 tokens."""
     batch = every_kind(world, 150)
@@ -194,15 +192,6 @@ def test_scripted_trajectories_are_short_and_reproducible(world, tokenizer, retr
     )
     assert np.median([len(ids) for ids, _ in first]) <= 220
     assert all(np.array_equal(a[0], b[0]) and np.array_equal(a[1], b[1]) for a, b in zip(first, again, strict=True))
-
-
-def test_eight_facts_fit_one_observation(world, tokenizer, retriever):
-    """A search for eight facts shows all of them."""
-    batch = questions(world, "eval", "parallel", 30, 0, ["first", "has"], {8: 1.0})
-    for q, (ids, mask) in zip(batch, write_all(batch, list(map(oracle, batch)), retriever, tokenizer, 2), strict=True):
-        text = tokenizer.decode(ids[~mask])
-        assert all(f"The {a} of {s} is {v}." in text for a, s, v in q.metadata["rounds"][0])
-        assert len(ids) <= 448 and (~mask).sum() <= OBSERVATION_TOKENS + 64
 
 
 def test_smoke_config_leaves_the_room_that_scripts_take():

@@ -12,9 +12,9 @@ from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
 
-from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, ClosedWorld, fact_sentence
+from psearch_jax.closed_world.encyclopedia import ClosedWorld, fact_sentence
 from psearch_jax.closed_world.question_forms import questions
-from psearch_jax.closed_world.scripted import first_thought, word_query
+from psearch_jax.closed_world.scripted import Step, conclude, first_thought, word_query
 from psearch_jax.closed_world.wordings import FORMS, PAIRED, words_of_wordings
 from psearch_jax.types import Question
 from retrieval.protocol import Retriever
@@ -23,12 +23,20 @@ PAIRS = "minimal pairs"
 WORD = r"'s|\w+|[^\w\s]"
 # An attribute of an attribute: `of the teacher of A`, `of A's teacher`, `A's teacher's`, `the year A's teacher was`.
 NESTED = re.compile(r"of the [a-z ]+ of|of (Name )*Name's|'s [a-z ]+'s|year (the [a-z ]+ of|(Name )*Name's)")
-ATTRIBUTE = re.compile("|".join(sorted({a for of in ATTRIBUTES.values() for a in of}, key=len, reverse=True)))
 
 
 def facts_of(question: Question) -> list[list[str]]:
     """[attribute, subject, value] of every look-up of a question."""
     return [lookup for r in question.metadata["rounds"] for lookup in r]
+
+
+def oracle(question: Question) -> list[Step]:
+    """Optimal turns: one search per round with all of its queries, then the right answer."""
+    steps, thought = [], first_thought(question)
+    for r in question.metadata["rounds"]:
+        steps.append(Step(thought, tuple(map(word_query, r))))
+        thought = f"found {' ; '.join(value for _, _, value in r)} next"
+    return [*steps, Step(conclude(question), answer=question.answers[0])]
 
 
 def find_all(passages: Sequence, facts: Sequence[Sequence[str]]) -> bool:
@@ -64,21 +72,16 @@ def classifiers() -> dict[str, Callable[[], Pipeline]]:
     """By the features that they see. All names are replaced by one word, so nothing can be learned from names."""
     count = functools.partial(CountVectorizer, token_pattern=WORD, lowercase=False, preprocessor=worded)
     linear = functools.partial(LogisticRegression, max_iter=3000)
-    forest = functools.partial(RandomForestClassifier, 300, random_state=0)
+    forest = functools.partial(RandomForestClassifier, 100, random_state=0)
     thought = functools.partial(count, preprocessor=lambda question: replace_names(first_thought(question)))
 
     def opening(question: Question) -> str:
         return " ".join(re.findall(WORD, worded(question))[:3])
 
-    def attributes(question: Question) -> list[str]:
-        return [" | ".join(sorted(ATTRIBUTE.findall(question.text)))]
-
     return {
         "first three words": lambda: make_pipeline(count(ngram_range=(3, 3), preprocessor=opening), linear()),
-        "unordered attributes": lambda: make_pipeline(CountVectorizer(analyzer=attributes), linear()),
         "bag of words, linear": lambda: make_pipeline(count(), linear()),
         "bag of words, random forest": lambda: make_pipeline(count(), forest()),
-        "first thought, word bigrams": lambda: make_pipeline(thought(ngram_range=(1, 2)), linear()),
         "first thought, random forest": lambda: make_pipeline(thought(), forest()),
         "word bigrams": lambda: make_pipeline(count(ngram_range=(2, 2)), linear()),
     }
