@@ -71,8 +71,6 @@ def main(_: list[str]) -> None:
             [name, str(p.width or ""), *([p.refused, "", ""] if p.refused else numbers), f"{p.compile_s:.0f} s"]
         )
     print(f"{table(rows)}\n\nheadroom {gib(plan.headroom_bytes)} GiB")
-    for name, size in plan.replicated.items():
-        print(f"every chip holds all of {name}, {size / 2**20:.1f} MiB")
     bounds = lower_bounds(plan, config, mean, sampled, prompt)
     lengths = f"{mean} tokens per trajectory, {sampled} of them sampled, {prompt} of the prompt"
     rows = [["part of a step", "lower bound, s"], *([name, f"{seconds:.1f}"] for name, seconds in bounds.items())]

@@ -8,6 +8,7 @@ fsdp, because each decoded token would all-gather every layer; `COMPUTE` for act
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -113,10 +114,7 @@ def spec(axes: tuple[str | None, ...], rules: Mapping[str, MeshAxes], mesh: Any,
     for i, axis in enumerate(axes):
         target = rules.get(axis) if axis else None
         names = (target,) if isinstance(target, str) else (target or ())
-        parts = 1
-        for name in names:
-            parts *= mesh.shape[name]
-        if shape is not None and shape[i] % parts:
+        if shape is not None and shape[i] % math.prod(mesh.shape[name] for name in names):
             names = ()
         if used & set(names):
             raise ValueError(f"logical axes {axes}: mesh axis {sorted(used & set(names))} would split two dimensions")
@@ -132,14 +130,14 @@ def param_shardings(abstract: nnx.State, rules: Mapping[str, MeshAxes], mesh: Me
       abstract: parameters or their ShapeDtypeStructs; each Variable carries `axes`.
     """
 
-    def one(variable: nnx.Variable) -> nnx.Variable:
-        sharding = NamedSharding(mesh, spec(variable.get_metadata()["axes"], rules, mesh, variable.shape))
-        return variable.replace(sharding)
+    def shard(variable: nnx.Variable) -> nnx.Variable:
+        axes = variable.get_metadata()["axes"]
+        return variable.replace(NamedSharding(mesh, spec(axes, rules, mesh, variable.shape)))
 
-    return jax.tree.map(one, abstract, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(shard, abstract, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def placed(abstract: Any, shardings: Any) -> Any:
+def attach_shardings(abstract: Any, shardings: Any) -> Any:
     """ShapeDtypeStructs with shardings for a tree of arrays or structs, to compile a program for such arguments."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
@@ -152,31 +150,29 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, COMPUTE, mesh, x.shape))
 
 
-def fsdp_gathered(x: jax.Array, *axes: str | None) -> jax.Array:
+def gather_fsdp(x: jax.Array, *axes: str | None) -> jax.Array:
     """A parameter as a computation uses it, all-gathered over fsdp; its gradient is scattered over fsdp again.
 
     A constraint alone also applies to the gradient, which every device would then hold, and sum, in full.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return x if mesh.empty else _gathered(x, *(spec(axes, rules, mesh, x.shape) for rules in (COMPUTE, STORAGE)))
+    return x if mesh.empty else _gather(x, *(spec(axes, rules, mesh, x.shape) for rules in (COMPUTE, STORAGE)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(x: jax.Array, computed: PartitionSpec, stored: PartitionSpec) -> jax.Array:
+def _gather(x: jax.Array, computed: PartitionSpec, stored: PartitionSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, computed)
 
 
-def _gathered_forward(x: jax.Array, computed: PartitionSpec, stored: PartitionSpec) -> tuple[jax.Array, None]:
-    return _gathered(x, computed, stored), None
+def _gather_forward(x: jax.Array, computed: PartitionSpec, stored: PartitionSpec) -> tuple[jax.Array, None]:
+    return _gather(x, computed, stored), None
 
 
-def _gathered_backward(
-    computed: PartitionSpec, stored: PartitionSpec, _: None, gradient: jax.Array
-) -> tuple[jax.Array]:
+def _gather_backward(computed: PartitionSpec, stored: PartitionSpec, _: None, gradient: jax.Array) -> tuple[jax.Array]:
     return (jax.lax.with_sharding_constraint(gradient, stored),)
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def on_own_rows(f: Callable[..., jax.Array], x: jax.Array, axes: tuple[str | None, ...], *others: Any) -> jax.Array:
@@ -192,12 +188,12 @@ def on_own_rows(f: Callable[..., jax.Array], x: jax.Array, axes: tuple[str | Non
     arrays = [array for array, _ in others]
     if mesh.empty or mesh.size == 1:
         return f(0, x, *arrays)
-    places = [spec(names, COMPUTE, mesh, array.shape) for array, names in [(x, axes), *others]]
+    specs = [spec(names, COMPUTE, mesh, array.shape) for array, names in [(x, axes), *others]]
 
     def local(x: jax.Array, *arrays: jax.Array) -> jax.Array:
         return f(jax.lax.axis_index(ROWS) * x.shape[axes.index("rows")], x, *arrays)
 
-    return jax.shard_map(local, in_specs=tuple(places), out_specs=places[0], check_vma=False)(x, *arrays)
+    return jax.shard_map(local, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)(x, *arrays)
 
 
 def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -209,7 +205,7 @@ def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     def take(first: Any, x: jax.Array, rows: jax.Array) -> jax.Array:
         return jnp.take(x, jnp.maximum(rows - first, 0), axis=0)
 
-    return on_own_rows(take, x, _by_rows(x), (rows, ("rows",)))
+    return on_own_rows(take, x, ("rows", *[None] * (x.ndim - 1)), (rows, ("rows",)))
 
 
 def put_rows(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
@@ -218,18 +214,13 @@ def put_rows(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     def put(first: Any, x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
         return x.at[jnp.where(rows < 0, x.shape[0], rows - first)].set(values.astype(x.dtype), mode="drop")
 
-    return on_own_rows(put, x, _by_rows(x), (rows, ("rows",)), (values, _by_rows(values)))
-
-
-def _by_rows(x: jax.Array) -> tuple[str | None, ...]:
-    return ("rows", *[None] * (x.ndim - 1))
+    axes = ("rows", *[None] * (x.ndim - 1))
+    return on_own_rows(put, x, axes, (rows, ("rows",)), (values, axes))
 
 
 def rows_sharding(mesh: Mesh, ndim: int, axis: int = 0) -> NamedSharding:
     """Sharding of an array that is split only along its row dimension `axis`."""
-    entries: list[MeshAxes] = [None] * ndim
-    entries[axis] = ROWS
-    return NamedSharding(mesh, PartitionSpec(*entries))
+    return NamedSharding(mesh, PartitionSpec(*[ROWS if i == axis else None for i in range(ndim)]))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -244,11 +235,11 @@ def put(values: Any, shardings: Any) -> Any:
     still runs, which stops a run on several CPU processes.
     """
 
-    def one(value: Any, sharding: NamedSharding) -> jax.Array:
+    def put_array(value: Any, sharding: NamedSharding) -> jax.Array:
         value = np.asarray(value)
         return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
 
-    return jax.tree.map(one, values, jax.tree.broadcast(shardings, values))
+    return jax.tree.map(put_array, values, jax.tree.broadcast(shardings, values))
 
 
 def check_rows(mesh: Mesh, **counts: int) -> None:

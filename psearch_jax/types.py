@@ -27,8 +27,8 @@ END_STATUSES: tuple[EndStatus, ...] = get_args(EndStatus)
 class UserError(ValueError):
     """Bad input from the user: one line that names the file, field or flag, what was found and what is accepted.
 
-    The programs in launch/ print it without a traceback and exit with code 2. A message made by `listed` has one line
-    per item.
+    The programs in launch/ print it without a traceback and exit with code 2. A message about several items has one
+    line for each (`format_items`).
     """
 
 
@@ -40,7 +40,7 @@ def first_line(error: BaseException) -> str:
 ITEM = "\n  - "  # begins each line of a list in the message of a UserError
 
 
-def listed(headline: str, items: Iterable[str]) -> str:
+def format_items(headline: str, items: Iterable[str]) -> str:
     """The message of a `UserError` about several items: a headline and one line per item."""
     return ITEM.join([headline, *items])
 

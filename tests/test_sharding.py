@@ -17,7 +17,6 @@ from psearch_jax.sharding import (
     check_heads,
     check_rows,
     constrain,
-    describe_meshes,
     make_mesh,
     make_meshes,
     param_shardings,
@@ -36,19 +35,15 @@ def abstract_mesh(*sizes: int) -> AbstractMesh:
     [MeshSection(2, 1, 1), MeshSection(1, -1, 2), MeshSection(-1, -1, 1), MeshSection(0, 1, 1), MeshSection(1, -2, 1)],
 )
 def test_a_mesh_that_does_not_divide_the_devices_is_one_line(section):
-    """A mesh that leaves devices out, or needs more than there are, must be reported with its values."""
+    """A mesh that leaves devices out, or needs more than there are, is reported in one line; -1 takes the rest."""
+    assert dict(make_mesh(MeshSection(1, -1, 1), jax.devices()[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
     with pytest.raises(UserError) as caught:
         make_mesh(section, jax.devices()[:1])
     assert str(caught.value).startswith("config.mesh") and "\n" not in str(caught.value)
 
 
-def test_the_open_axis_takes_what_the_others_leave():
-    """-1 must resolve so that the mesh covers all devices."""
-    assert dict(make_mesh(MeshSection(1, -1, 1), jax.devices()[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
-
-
 def test_the_sampler_has_neighbours_along_tensor():
-    """A sampler whose sums over `tensor` cross the slice; two meshes of the same devices that are not the same."""
+    """The devices of a sampler's group are neighbours in the slice; both meshes have the same devices in order."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     devices = tpu_target("v5e:4x4").devices
     for tensor, sampler_tensor in ((1, 2), (1, 4), (4, 4)):
@@ -66,15 +61,8 @@ def test_the_sampler_has_neighbours_along_tensor():
     assert make_meshes(MeshSection(1, -1, 2, rollout_tensor=2), devices)[1].devices.shape == (1, 8, 2)
 
 
-def test_meshes_in_words():
-    """A log or plan that shows the mesh of training for the sampler."""
-    one = {"data": 1, "fsdp": 4}
-    assert describe_meshes(one, dict(one)) == "data 1 x fsdp 4"
-    assert describe_meshes(one, {"data": 1, "fsdp": 2}) == "data 1 x fsdp 4 to train, data 1 x fsdp 2 to sample"
-
-
 def test_heads_that_tensor_does_not_divide_are_refused_with_the_accepted_sizes():
-    """14 query heads over 4 devices would be padded or replicated silently."""
+    """14 query heads are not split over 4 devices."""
     check_heads(abstract_mesh(1, 4, 7), 14)
     with pytest.raises(UserError, match="config.mesh.tensor: found 4, accepted for 14 query heads: 1, 2, 7, 14$"):
         check_heads(abstract_mesh(1, 4, 4), 14)
@@ -83,7 +71,7 @@ def test_heads_that_tensor_does_not_divide_are_refused_with_the_accepted_sizes()
 
 
 def test_rows_that_the_mesh_does_not_divide_are_refused():
-    """A message with the mesh of training, for rows that the sampler's mesh divides."""
+    """The message names the field and the number that divides the rows."""
     check_rows(abstract_mesh(1, 8, 2), rollout__slots=16)
     with pytest.raises(UserError, match="config.rollout.slots: found 12, accepted: a multiple of 8 = 16 devices"):
         check_rows(abstract_mesh(1, 8, 2), rollout__slots=12)
@@ -101,13 +89,13 @@ def test_an_axis_that_does_not_divide_stays_whole():
 
 
 def test_one_mesh_axis_never_splits_two_dimensions():
-    """JAX would refuse much later, with an array's number instead of its axes."""
+    """The message names the axes."""
     with pytest.raises(ValueError, match="tensor.*two dimensions"):
         spec(("heads", "mlp"), STORAGE, abstract_mesh(1, 2, 2), (4, 4))
 
 
 def test_every_parameter_gets_the_sharding_of_its_own_axes():
-    """Shardings that do not match the parameter tree: a weight would be laid out by its neighbour's rule."""
+    """Parameters are split by their logical axes."""
     params = random_params(tiny_config(tied=False))
     places = dict(nnx.to_flat_state(param_shardings(params, STORAGE, abstract_mesh(2, 2, 2))))
     specs = {path[-1]: places[path].get_value().spec for path, _ in nnx.to_flat_state(params)}
@@ -120,7 +108,7 @@ def test_every_parameter_gets_the_sharding_of_its_own_axes():
 
 
 def test_constrain_needs_no_mesh_and_takes_one():
-    """The same model code must run without a mesh, and be sharded with one."""
+    """Without a mesh `constrain` does nothing, with one it shards."""
     x = jax.numpy.ones((2, 3))
     assert constrain(x, "rows", None) is x
     mesh = one_device_mesh()

@@ -37,10 +37,10 @@ from psearch_jax.runtime import progress
 from psearch_jax.runtime.cli import CACHE_HOME, read_token
 from psearch_jax.sharding import (
     STORAGE,
+    attach_shardings,
     describe_meshes,
     make_meshes,
     param_shardings,
-    placed,
 )
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ from psearch_jax.train.state import (
     state_shardings,
     updates_per_step,
 )
-from psearch_jax.types import Question, UserError, listed
+from psearch_jax.types import Question, UserError, format_items
 from retrieval.protocol import Retriever
 
 log = logging.getLogger("psearch_jax")
@@ -127,7 +127,7 @@ def engine(
     config = with_method(config)
     validate(config, training)
     if missing := missing_inputs(config, training, retriever):
-        raise UserError(listed("this run needs:", missing))
+        raise UserError(format_items("this run needs:", missing))
     if params is None:
         config = with_adapter_shape(config)
     mesh, rollout_mesh = make_meshes(config.mesh)
@@ -206,7 +206,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         evaluation=evaluation,
         reward=make_reward(config, parts.tokenizer),
         stream=parts.collector.stream(config.rollout.samples, config.seed),
-        abstract=placed(abstract, state_shardings(abstract, mesh)),
+        abstract=attach_shardings(abstract, state_shardings(abstract, mesh)),
         initial_state=initial_state,
         model=parts.model,
         tokenizer_path=parts.tokenizer.directory,

@@ -22,7 +22,7 @@ from psearch_jax.models import hf
 from psearch_jax.runtime.paths import packaged
 from psearch_jax.sft import loop
 from psearch_jax.sft.trainer import SupervisedRun
-from psearch_jax.sharding import make_mesh, placed
+from psearch_jax.sharding import attach_shardings, make_mesh
 from psearch_jax.text.prompts import load_template
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import checkpoint, settings
@@ -84,7 +84,9 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
         trainer=trainer,
         batches=loop.RowBatches(trained, section.batch_rows, config.seed, trainer.pack),
         held_out=[rows[i] for i in sorted(held)],
-        abstract=placed(abstract_state(first, optimizer), state_shardings(abstract_state(first, optimizer), mesh)),
+        abstract=attach_shardings(
+            abstract_state(first, optimizer), state_shardings(abstract_state(first, optimizer), mesh)
+        ),
         initial_state=functools.partial(init_state, first, optimizer, mesh),
         steps=steps,
         tokenizer_path=tokenizer.directory,

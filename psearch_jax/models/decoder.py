@@ -24,10 +24,10 @@ from psearch_jax.models.backend import Backend
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.models.layer import LayerContext, layer, rms_norm, rope_cos_sin
 from psearch_jax.models.lora import Adapters
-from psearch_jax.models.products import precision, product, rounded
+from psearch_jax.models.products import precision, product, round_to
 from psearch_jax.models.vocabulary import gather_head, score_logits, score_wanted
 from psearch_jax.models.workarounds import Unstacked
-from psearch_jax.sharding import COMPUTE, STORAGE, constrain, fsdp_gathered, spec
+from psearch_jax.sharding import COMPUTE, STORAGE, constrain, gather_fsdp, spec
 
 
 def _precise(method: Callable) -> Callable:
@@ -45,14 +45,8 @@ class Layers(nnx.Module):
     """The parameters of all decoder layers, stacked."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        L, D, N, K, H, F = (
-            config.layers,
-            config.width,
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-            config.mlp,
-        )
+        c = config
+        L, D, N, K, H, F = c.layers, c.width, c.heads, c.kv_heads, c.head_dim, c.mlp
         self.attention_norm = _ones((L, D), ("layers", None))
         self.q_kernel = _normal(rngs, (L, D, N, H), ("layers", "embed", "heads", None))
         self.k_kernel = _normal(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", None))
@@ -146,7 +140,7 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = begin[:, None] + jnp.arange(ids.shape[1])
         rotation = rope_cos_sin(positions, config.head_dim, config.rope_theta)
-        table = fsdp_gathered(self.embedding[...], "vocab", "embed")  # once, not once per row
+        table = gather_fsdp(self.embedding[...], "vocab", "embed")  # once, not once per row
         x = workarounds.look_up(table, ids, self.activations, self.backend.is_cpu)
         work = None
         if cache is not None and self.backend.cache == "kernel":
@@ -201,7 +195,7 @@ class Decoder(nnx.Module):
             return self._logits(self._head(), hidden, temperature, n_ids)
         if not self.backend.kernels_left:
             return self._logits(unstacked.head, hidden, temperature, n_ids)
-        rows = rounded(hidden.reshape(-1, hidden.shape[-1]), self.dtype)
+        rows = round_to(hidden.reshape(-1, hidden.shape[-1]), self.dtype)
         out = workarounds.multiply_left(rows, unstacked.head).reshape(*hidden.shape[:-1], -1)
         return _mask_columns(out / temperature, n_ids)
 
@@ -232,14 +226,14 @@ class Decoder(nnx.Module):
         temperature: float,
         n_ids: int,
         wanted: jax.Array | None = None,
-        chunk: int | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probability of `targets` and entropy of the distribution at each wanted position.
 
-        The logits are computed for `chunk` wanted positions at a time, and recomputed in the backward pass: [B, T, V]
-        never exists, and unwanted positions cost nothing. On a mesh, head and hidden states are gathered once, before
-        the first chunk. Each device computes its own rows and columns, and only the sums of the softmax are
-        communicated in between. The gradients of both are summed over the devices once, after the last chunk.
+        The logits are computed for `backend.vocab_chunk` wanted positions at a time, and recomputed in the backward
+        pass: [B, T, V] never exists, and unwanted positions cost nothing. On a mesh, head and hidden states are
+        gathered once, before the first chunk. Each device computes its own rows and columns, and only the sums of the
+        softmax are communicated in between. The gradients of both are summed over the devices once, after the last
+        chunk.
 
         Args:
           hidden: [B, T, D].
@@ -249,7 +243,7 @@ class Decoder(nnx.Module):
         Returns:
           ([B, T] float32, [B, T] float32), 0 at unwanted positions.
         """
-        chunk = chunk or self.backend.vocab_chunk
+        chunk = self.backend.vocab_chunk
         wanted = jnp.ones(targets.shape, bool) if wanted is None else wanted
 
         def score(head: jax.Array, h: jax.Array, t: jax.Array, split: str | None = None) -> tuple:
@@ -337,10 +331,10 @@ def random_params(
 ) -> nnx.State:
     """`init_params` in `dtype`, created with the shardings `shardings(abstract parameters)`."""
 
-    def made() -> nnx.State:
+    def create() -> nnx.State:
         return jax.tree.map(lambda x: x.astype(dtype), init_params(config, seed))
 
-    return jax.jit(made, out_shardings=shardings(abstract_params(config)[1]))()
+    return jax.jit(create, out_shardings=shardings(abstract_params(config)[1]))()
 
 
 def with_values(params: nnx.State, values: Mapping[str, Any]) -> nnx.State:

@@ -16,7 +16,7 @@ from psearch_jax.models.attention import attend_causally
 from psearch_jax.models.attention.cached import Keys, attend_chunk, decode, decode_in_groups
 from psearch_jax.models.backend import Backend
 from psearch_jax.models.kv_cache import KVCache
-from psearch_jax.sharding import constrain, fsdp_gathered
+from psearch_jax.sharding import constrain, gather_fsdp
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def layer(
     # Not for decoding: weights that are sampled from are not split over fsdp, and the constraint would keep the slice
     # of the stacked kernel from fusing with its product.
     if "o_kernel" in w and x.shape[1] > 1:
-        w = {**w, "o_kernel": fsdp_gathered(w["o_kernel"], "heads", None, "embed")}
+        w = {**w, "o_kernel": gather_fsdp(w["o_kernel"], "heads", None, "embed")}
     eps = context.config.rms_eps
 
     def project_and_rotate(y: jax.Array, name: str, axis: str) -> jax.Array:

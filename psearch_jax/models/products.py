@@ -45,7 +45,7 @@ def dense(
     outputs = kernel.shape[:-contracted] if left else kernel.shape[contracted:]
     x2 = x.reshape(B * T, inputs)
     if left:
-        out = workarounds.multiply_left(rounded(x2, dtype), kernel.reshape(-1, inputs))
+        out = workarounds.multiply_left(round_to(x2, dtype), kernel.reshape(-1, inputs))
     else:
         out = product(x2, kernel.reshape(inputs, -1), dtype)
     out = out.reshape(B, T, *outputs)
@@ -63,7 +63,7 @@ def product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
     return _product(x, kernel, jnp.dtype(dtype))
 
 
-def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """x rounded to the values of a dtype, in float32. XLA may remove a conversion there and back, but not this."""
     wide, kind = x.astype(jnp.float32), jnp.finfo(dtype)
     return wide if x.dtype == dtype else jax.lax.reduce_precision(wide, kind.nexp, kind.nmant)
@@ -73,7 +73,7 @@ def _multiply(x: jax.Array, kernel: jax.Array, dtype: Any, out: Any) -> jax.Arra
     """The product of operands rounded to `dtype`, in the dtype `out`."""
     if x.dtype == dtype or platforms.cpu_multiplies(dtype):
         return jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=out)
-    return jnp.matmul(rounded(x, dtype), rounded(kernel, dtype))
+    return jnp.matmul(round_to(x, dtype), round_to(kernel, dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -32,7 +32,7 @@ from psearch_jax.text.prompts import load_template
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import settings as recorded
 from psearch_jax.train.checkpointing.checkpoint import find_checkpoint, read_loop
-from psearch_jax.types import ITEM, UserError
+from psearch_jax.types import ITEM, UserError, format_items
 from retrieval.protocol import CorpusError, RetrievalError
 
 # Device files of accelerators, and what to do if JAX uses none.
@@ -67,35 +67,34 @@ def examine(config: Config, workdir: str, root: Path = Path("/")) -> Iterator[Fi
       root: the root of the file system.
     """
     reported: set[str] = set()
-    for finding in _checks(config, workdir, root):
-        if finding.wrong and finding.text in reported:
-            continue  # another check met the same error
+    for finding in _run_checks(config, workdir, root):
+        if not (finding.wrong and finding.text in reported):  # another check met the same error
+            yield finding
         reported.add(finding.text)
-        yield finding
 
 
-def _checks(config: Config, workdir: str, root: Path) -> Iterator[Finding]:
-    yield from guarded("devices", lambda: check_devices(root))
-    yield from guarded("config", lambda: check_settings(config))
+def _run_checks(config: Config, workdir: str, root: Path) -> Iterator[Finding]:
+    yield from run_check("devices", check_devices, root)
+    yield from run_check("config", check_settings, config)
     config = with_method(config)
-    yield from guarded("model", lambda: check_model(config))
-    meshes = list(guarded("mesh", lambda: describe_meshes(*(mesh.shape for mesh in make_meshes(config.mesh)))))
+    yield from run_check("model", check_model, config)
+    meshes = list(run_check("mesh", lambda: describe_meshes(*(mesh.shape for mesh in make_meshes(config.mesh)))))
     yield from meshes
     plans: list[Plan] = []
     if not any(finding.wrong for finding in meshes):
-        yield from guarded("memory", lambda: check_memory(config, plans))
-    yield from guarded("questions", lambda: check_questions(config))
-    yield from guarded("prompt", lambda: check_prompt(config))
-    yield from guarded("passages", lambda: check_passages(config))
+        yield from run_check("memory", check_memory, config, plans)
+    yield from run_check("questions", check_questions, config)
+    yield from run_check("prompt", check_prompt, config)
+    yield from run_check("passages", check_passages, config)
     if plans:
-        yield from guarded("disk", lambda: check_disk(config, plans[0], workdir))
-    yield from guarded("workdir", lambda: check_workdir(config, workdir))
+        yield from run_check("disk", check_disk, config, plans[0], workdir)
+    yield from run_check("workdir", check_workdir, config, workdir)
 
 
-def guarded(name: str, check: Callable[[], str | None]) -> Iterator[Finding]:
-    """Yields the text of `check`, if any. An error becomes a finding to fix; a list of errors becomes one for each."""
+def run_check(name: str, check: Callable[..., str | None], *arguments: Any) -> Iterator[Finding]:
+    """Yields the text of a check, if any. An error becomes a finding to fix; a list of errors becomes one for each."""
     try:
-        text = check()
+        text = check(*arguments)
     except (UserError, CorpusError, RetrievalError, OSError, RuntimeError) as error:  # JAX raises RuntimeError
         first, *items = str(error).split(ITEM)
         for item in items or [first]:
@@ -122,7 +121,7 @@ def check_settings(config: Config) -> str:
     validate(config)
     missing = missing_inputs(config)
     if missing:
-        raise UserError(ITEM.join(["this run needs:", *missing]))
+        raise UserError(format_items("this run needs:", missing))
     return f"{config.method}, {config.train.steps} steps of {config.train.prompts * config.rollout.samples} rollouts"
 
 
@@ -225,20 +224,16 @@ def check_prompt(config: Config) -> str | None:
 
 
 def check_passages(config: Config) -> str | None:
-    """Checks that the retriever answers, and measures how fast."""
+    """Checks that the retriever answers."""
     if not needs_retriever(config):
         return "none: the run does not search"
     world = make_world(config)
     if not (world or config.retrieval.passages):
         return None
     retriever = build.make_retriever(config, world, retry_deadline_s=0.0)
-    queries = [f"a query of launch/doctor.py, number {i}" for i in range(64)]
-    retriever.search(queries[:1], config.retrieval.topk)  # warm-up: the first search may load files
-    begun = time.monotonic()
-    retriever.search(queries[1:], config.retrieval.topk)
-    seconds, about = time.monotonic() - begun, retriever.describe()
-    rows = f"{about['rows']} passages" if about.get("rows") else "passages on a server"
-    return f"{rows}, {len(queries) - 1} queries in {seconds:.2f} s"
+    retriever.search(["a query of launch/doctor.py"], config.retrieval.topk)
+    rows = retriever.describe().get("rows")
+    return f"{rows} passages" if rows else "passages on a server"
 
 
 def check_disk(config: Config, plan: Plan, workdir: str) -> str:

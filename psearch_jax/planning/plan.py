@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.assembly.checks import check_run
@@ -32,13 +33,12 @@ from psearch_jax.rollout.sampler import SamplerShapes
 from psearch_jax.runtime.accelerators import GIB, Chip
 from psearch_jax.runtime.compiling import Program
 from psearch_jax.runtime.paths import TOY_POLICY
-from psearch_jax.sharding import STORAGE, make_meshes, param_shardings, placed
+from psearch_jax.sharding import STORAGE, attach_shardings, make_meshes, param_shardings
 from psearch_jax.train.critic import build_critic, critic_learning, without_lm_head
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import abstract_state, make_optimizer, state_shardings
 from psearch_jax.types import UserError
 
-LARGE = 2**20  # bytes; smaller arrays may be replicated
 TOKENIZER_IDS = 151_665  # of Qwen2.5; Qwen3 has four more, which changes no size
 
 SAMPLER_PROGRAMS = ("prefill", "admit", "extend", "refresh", "generate")
@@ -79,7 +79,6 @@ class Plan:
     checkpoint_bytes: int  # over all chips, each value counted once
     parameter_bytes: int  # of the policy's trained parameters in it
     programs: Mapping[str, ProgramMemory]  # each at the width that needs most memory, not always the largest
-    replicated: Mapping[str, int]  # large arrays that every chip holds in full: name -> bytes
     in_place: bool  # the sampler uses the frozen base directly, so `resident` also counts it in sampling_copy
 
     @property
@@ -129,13 +128,11 @@ def make_plan(
     target: Target,
     log: Callable[[str], None] = lambda _: None,
     names: Sequence[str] = (START, *SAMPLER_PROGRAMS, *LEARNER_PROGRAMS, *CRITIC_PROGRAMS),
-    largest_only: bool = False,
 ) -> Plan:
     """Compiles the programs of a training run for a machine, in every width, and counts the memory of each chip.
 
     Args:
       names: the programs to compile; default: all.
-      largest_only: compile only the largest width, which is quicker; a smaller one may need more memory.
 
     Raises:
       UserError: the config contradicts itself or does not suit the mesh.
@@ -152,16 +149,15 @@ def make_plan(
     _, with_values = decoder.abstract_params(model, values=True)
     dtype = jnp.dtype(config.model.sampling_dtype)
     low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), abstract)
-    stored = placed(low, param_shardings(abstract, STORAGE, mesh))
+    stored = attach_shardings(low, param_shardings(abstract, STORAGE, mesh))
     base_of_critic = without_lm_head(stored) if lora else None
     optimizer, critic_optimizer = make_optimizer(config.learning, 1000), make_optimizer(critic_learning(config), 1000)
-    policy, critic = (
-        placed(state, state_shardings(state, mesh))
-        for state in (
-            abstract_state(abstract_trained(weights, model, lora), optimizer_of_weights)
-            for weights, optimizer_of_weights in ((abstract, optimizer), (with_values, critic_optimizer))
-        )
-    )
+
+    def state_of(weights: nnx.State, optimizer: Any) -> Any:
+        state = abstract_state(abstract_trained(weights, model, lora), optimizer)
+        return attach_shardings(state, state_shardings(state, mesh))
+
+    policy, critic = state_of(abstract, optimizer), state_of(with_values, critic_optimizer)
     n_ids = min(TOKENIZER_IDS, model.vocab_rows)
     base = stored if lora else None
     learner = Learner(config, model, optimizer, mesh, n_ids, base=base, rollout_mesh=rollout_mesh)
@@ -170,11 +166,11 @@ def make_plan(
     shapes = SamplerShapes.of(r, rollout_mesh, sampler.by_length)
     slots = sampler.abstract_state(shapes.slots, shapes.positions)
     pool = sampler.abstract_state(shapes.pool_rows, shapes.prompts[-1])
-    listed = sampler.programs(shapes, suspends=config.train.staleness > 0) + learner.programs(reference)
+    run_programs = sampler.programs(shapes, suspends=config.train.staleness > 0) + learner.programs(reference)
     if ppo:
-        of_critic = build_critic(config, model, critic_optimizer, mesh, base_of_critic).programs()
-        listed += [replace(program, name=f"critic_{program.name}") for program in of_critic]
-    programs = {program.name: program for program in listed}
+        critic_programs = build_critic(config, model, critic_optimizer, mesh, base_of_critic).programs()
+        run_programs += [replace(program, name=f"critic_{program.name}") for program in critic_programs]
+    programs = {program.name: program for program in run_programs}
     arrays = {
         "parameters": policy.params,
         "optimizer": policy.optimizer,
@@ -201,7 +197,7 @@ def make_plan(
         if name in ("critic_values", "critic_accumulate"):  # their argument is the base without its lm head
             others += head
         variants = []
-        for width in programs[name].widths[-1 if largest_only else 0 :]:
+        for width in programs[name].widths:
             p = _compile(programs[name], width, others)
             variants.append(replace(p, width=width))
             log(f"{name} {width or ''}: {p.refused or f'{p.total_bytes / GIB:.2f} GiB'} ({p.compile_s:.0f} s)")
@@ -219,7 +215,6 @@ def make_plan(
         checkpoint_bytes=_total_bytes(saved),
         parameter_bytes=_total_bytes(policy.params),
         programs=compiled,
-        replicated=_replicated(arrays) if mesh.size > 1 else {},
         in_place=in_place,
     )
 
@@ -302,14 +297,3 @@ def _compile(program: Program, width: int, resident: int) -> ProgramMemory:
         arguments_and_results = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
         peak = arguments_and_results - analysis.alias_size_in_bytes + analysis.temp_size_in_bytes
     return ProgramMemory(int(peak), resident, time.monotonic() - start)
-
-
-def _replicated(arrays: Mapping[str, Any]) -> dict[str, int]:
-    """Large arrays of which every chip holds all values: name -> bytes."""
-    found = {}
-    for group, tree in arrays.items():
-        for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            size = _total_bytes(x)
-            if size >= LARGE and size == bytes_per_chip(x):
-                found[group + jax.tree_util.keystr(path).replace("['", ".").replace("']", "")] = size
-    return found

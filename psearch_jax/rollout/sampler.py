@@ -51,8 +51,8 @@ from psearch_jax.runtime.compiling import Program, abstract
 from psearch_jax.sharding import (
     ROWS,
     SAMPLING,
+    attach_shardings,
     param_shardings,
-    placed,
     put,
     replicated,
     rows_sharding,
@@ -247,7 +247,7 @@ class Sampler:
 
     def abstract_state(self, rows: int, positions: int) -> SamplerState:
         """`new_state` as ShapeDtypeStructs with shardings."""
-        return placed(jax.eval_shape(lambda: self._programs.new_state(rows, positions)), self._shardings)
+        return attach_shardings(jax.eval_shape(lambda: self._programs.new_state(rows, positions)), self._shardings)
 
     def abstract_params(self) -> nnx.State:
         """`params` as ShapeDtypeStructs with shardings: weights, and adapters if the graph has any."""
@@ -255,7 +255,7 @@ class Sampler:
         if self.options.lora:
             abstract = lora.join_adapters(abstract, lora.abstract_adapters(self.config, self.options.lora))
         params = jax.eval_shape(make_cast(abstract, self.options.dtype, self.mesh), abstract)
-        return placed(params, param_shardings(params, SAMPLING, self.mesh))
+        return attach_shardings(params, param_shardings(params, SAMPLING, self.mesh))
 
     @functools.cached_property
     def _tables(self) -> StopTables:

@@ -28,7 +28,7 @@ from psearch_jax.rl.batch import Place, micro_batches, padding
 from psearch_jax.runtime import progress
 from psearch_jax.runtime.compiling import Program, abstract
 from psearch_jax.runtime.metrics import WEIGHT, Ratio
-from psearch_jax.sharding import constrain, placed, replicated
+from psearch_jax.sharding import attach_shardings, constrain, replicated
 from psearch_jax.train.state import TrainState, abstract_state, learning_rate, state_shardings
 from psearch_jax.types import MicroBatch, TrainBatch
 
@@ -128,7 +128,7 @@ class Trainable:
         trained = adapters.abstract_trained(decoder.abstract_params(model, values)[1], model, m.lora)
         state = abstract_state(trained, optimizer)
         shardings = state_shardings(state, mesh)
-        self._abstract = placed(state, shardings)
+        self._abstract = attach_shardings(state, shardings)
         self._sums_shardings = Sums(shardings.params, *[replicated(mesh)] * 3)
         self._score = self._jit_score(self._graph)
         self._zero = jax.jit(self._zero_sums, out_shardings=self._sums_shardings)
@@ -195,7 +195,7 @@ class Trainable:
         """Every program of a step."""
         frozen, state = self._abstract_frozen(), self._abstract
         sums = jax.eval_shape(self._zero_sums, state.params, Omitted())
-        sums = placed(sums, jax.tree.broadcast(self._sums_shardings, sums))
+        sums = attach_shardings(sums, jax.tree.broadcast(self._sums_shardings, sums))
         programs = [
             Program("zero", self._zero, lambda _: (state.params, Omitted()), self.mesh),
             Program(

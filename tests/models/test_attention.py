@@ -28,26 +28,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "configs"))
 
 
 def plain(q, k, v, old=None, start=None, segments=None):
-    """Softmax over all scores, head by head, in float64."""
-    B, T, N, H = q.shape
+    """Softmax over all scores, in float64."""
+    (B, T, N, H), K = q.shape, k.shape[1]
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    seen = np.tile(np.tril(np.ones((T, T), bool)), (B, 1, 1))
+    if segments is not None:
+        seen &= segments[:, :, None] == segments[:, None]
     if old is not None:
         k, v = (np.concatenate([np.asarray(o, np.float64), new], axis=2) for o, new in zip(old, (k, v), strict=True))
-    S = k.shape[2]
-    out = np.zeros((B, T, N, H))
-    for b in range(B):
-        seen = np.tril(np.ones((T, T), bool))
-        if old is not None:
-            before = np.arange(S - T) < int(start[b])
-            seen = np.concatenate([np.tile(before, (T, 1)), seen], axis=1)
-        if segments is not None:
-            seen &= segments[b][:, None] == segments[b]
-        for n in range(N):
-            kv = n // (N // k.shape[1])
-            scores = np.where(seen, q[b, :, n] @ k[b, kv].T / np.sqrt(H), -np.inf)
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out[b, :, n] = weights / weights.sum(axis=1, keepdims=True) @ v[b, kv]
-    return out
+        cached = np.arange(k.shape[2] - T) < start[:, None, None]
+        seen = np.concatenate([np.broadcast_to(cached, (B, T, k.shape[2] - T)), seen], axis=2)
+    k, v = (np.repeat(x, N // K, axis=1) for x in (k, v))
+    scores = np.where(seen[:, None], np.einsum("BTNH,BNSH->BNTS", q, k) / np.sqrt(H), -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("BNTS,BNSH->BTNH", weights / weights.sum(axis=-1, keepdims=True), v)
+
+
+def dense(q, k, v, segments=None):
+    """Attention by the definition, with all scores at once, differentiable."""
+    segments = np.zeros(q.shape[:2], np.int32) if segments is None else segments
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[1], axis=1) for x in (k, v))
+    seen = jnp.tril(segments[:, :, None] == segments[:, None])[:, None]
+    scores = jnp.einsum("BTNH,BNSH->BNTS", q, k) / math.sqrt(q.shape[-1])
+    return jnp.einsum("BNTS,BNSH->BTNH", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
 
 
 def draw(B=2, T=40, N=4, K=2, H=8, S=0, seed=0):
@@ -58,24 +61,6 @@ def draw(B=2, T=40, N=4, K=2, H=8, S=0, seed=0):
     return q, *kv, old
 
 
-@pytest.mark.parametrize("length", [1, 40, 2 * QUERY_BLOCK + 130])
-def test_blocked_attention(length):
-    """Every query attends to the keys up to its own, with any number of blocks."""
-    q, k, v, _ = draw(T=length)
-    np.testing.assert_allclose(jax.jit(attend_causally)(q, k, v), plain(q, k, v), atol=2e-6)
-
-
-@pytest.mark.parametrize(("length", "S"), [(1, 20), (40, 20), (QUERY_CHUNK + 30, 20), (9, 2 * KEY_BLOCK + 50)])
-def test_attention_to_a_cache(length, S):
-    """Rows of different lengths attend to their real keys only, each once, in every block of queries and keys."""
-    q, k, v, old = draw(T=length, S=S, B=3)
-    start = np.array([0, 13, S - 7], np.int32)
-    wanted = plain(q, k, v, old, start)
-    for form in (attend_chunk, decode) if length == 1 else (attend_chunk,):
-        function = jax.jit(lambda q, k, v, old, form=form: form(q, k, v, Keys(*old), start))
-        np.testing.assert_allclose(function(q, k, v, old), wanted, atol=2e-6)
-
-
 def gradients(function, q, k, v):
     def total(q, k, v):
         return jnp.sum(jnp.sin(function(q, k, v)))
@@ -83,25 +68,8 @@ def gradients(function, q, k, v):
     return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, v)
 
 
-def whole(q, k, v):
-    """Attention with all scores at once, differentiable."""
-    return dense(q, k, v, np.zeros(q.shape[:2], np.int32))
-
-
-def test_gradients_of_blocked_attention():
-    """The recomputation in the backward pass is that of the forward pass."""
-    q, k, v, _ = draw(T=QUERY_CHUNK + 70)
-    for ours, wanted in zip(gradients(attend_causally, q, k, v), gradients(whole, q, k, v), strict=True):
-        np.testing.assert_allclose(ours, wanted, atol=1e-5)
-
-
-@pytest.mark.parametrize(("length", "heads", "kv_heads", "size"), [(128, 4, 2, 128), (200, 4, 1, 64), (130, 2, 2, 16)])
-def test_the_tpu_kernel(length, heads, kv_heads, size):
-    """The kernel's padding would leak into values or gradients, a scale be missing, or heads be paired wrongly."""
-    q, k, v, _ = draw(T=length, N=heads, K=kv_heads, H=size)
-    np.testing.assert_allclose(splash(q, k, v), plain(q, k, v), atol=1e-5)
-    for ours, wanted in zip(gradients(splash, q, k, v), gradients(whole, q, k, v), strict=True):
-        np.testing.assert_allclose(ours, wanted, atol=1e-4)
+def splash(q, k, v, segments=None):
+    return splash_attention(q, k, v, segments, interpret=True)
 
 
 def in_segments(length):
@@ -110,31 +78,36 @@ def in_segments(length):
     return np.stack([1 + (place > 5) + (place > length // 2), np.where(place < length - 9, 1, 0)]).astype(np.int32)
 
 
-def dense(q, k, v, segments):
-    """Attention by the definition, with all scores at once, differentiable."""
-    k, v = (jnp.repeat(x, q.shape[2] // k.shape[1], axis=1) for x in (k, v))
-    seen = jnp.tril(segments[:, :, None] == segments[:, None])[:, None]
-    scores = jnp.einsum("BTNH,BNSH->BNTS", q, k) / math.sqrt(q.shape[-1])
-    return jnp.einsum("BNTS,BNSH->BTNH", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
-
-
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("form", "length"),
-    [("blocked", 40), ("blocked", 2 * QUERY_BLOCK + 30), ("splash", 200)],
+    ("attention", "length", "heads", "kv_heads", "size"),
+    [
+        (attend_causally, 40, 4, 2, 8),
+        (attend_causally, 2 * QUERY_BLOCK + 130, 4, 2, 8),
+        (splash, 200, 4, 1, 64),
+        (splash, 130, 2, 2, 16),
+    ],
 )
-def test_attention_within_segments(form, length):
-    """A trajectory would attend to the one before it in its row, in values or in gradients."""
-    q, k, v, _ = draw(T=length)
-    segments = in_segments(length)
-    function = splash if form == "splash" else functools.partial(attend_causally, implementation=form)
-    function = functools.partial(function, segments=segments)
-    np.testing.assert_allclose(jax.jit(function)(q, k, v), plain(q, k, v, segments=segments), atol=1e-5)
-    ours, wanted = (
-        jax.jit(functools.partial(gradients, f))(q, k, v)
-        for f in (function, functools.partial(dense, segments=segments))
-    )
-    for x, y in zip(ours, wanted, strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-4)
+def test_attention_of_rows(attention, length, heads, kv_heads, size, packed):
+    """Every query attends to the keys of its own trajectory up to its own, in values and in gradients."""
+    q, k, v, _ = draw(T=length, N=heads, K=kv_heads, H=size)
+    segments = in_segments(length) if packed else None
+    attend = functools.partial(attention, segments=segments)
+    np.testing.assert_allclose(jax.jit(attend)(q, k, v), plain(q, k, v, segments=segments), atol=1e-5)
+    wanted = gradients(functools.partial(dense, segments=segments), q, k, v)
+    for ours, theirs in zip(gradients(attend, q, k, v), wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize(("length", "S"), [(1, 20), (40, 20), (QUERY_CHUNK + 30, 20), (9, 2 * KEY_BLOCK + 50)])
+def test_attention_to_a_cache(length, S):
+    """Rows of different lengths attend to their real keys only, each once, in every block of queries and keys."""
+    q, k, v, old = draw(T=length, S=S, B=3)
+    start = np.array([0, 13, S - 7], np.int32)
+    wanted = plain(q, k, v, old, start)
+    for attend in (attend_chunk, decode) if length == 1 else (attend_chunk,):
+        function = jax.jit(lambda q, k, v, old, attend=attend: attend(q, k, v, Keys(*old), start))
+        np.testing.assert_allclose(function(q, k, v, old), wanted, atol=2e-6)
 
 
 def rows_with_trajectories(length):
@@ -161,8 +134,7 @@ DOT_PRODUCT = jax.nn.dot_product_attention
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads"), [(40, 4, 2), (64, 3, 1)])
 def test_the_gpu_kernel_within_segments(monkeypatch, length, heads, kv_heads):
-    """A trajectory that is moved to another's place, is cut, or attends to a neighbour; a gradient that returns to
-    another position, or that the padding after a trajectory makes NaN."""
+    """Trajectories that are moved to rows of their own have the values and gradients of the packed row."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_a_gpu)
     q, k, v, _ = draw(B=4, T=length, N=heads, K=kv_heads, H=32)
     segments = rows_with_trajectories(length)
@@ -181,10 +153,10 @@ def test_the_gpu_kernel_within_segments(monkeypatch, length, heads, kv_heads):
 
 
 def test_no_number_is_added_one_by_one(monkeypatch):
-    """The transpose of a gather is a scatter, which a GPU adds with atomic operations: slow, and in any order."""
+    """Nothing is scattered: a GPU adds with atomic operations, slowly and in any order."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_a_gpu)
     q, k, v, _ = draw(B=4, T=40, N=4, K=2, H=32)
-    attend = functools.partial(attend_causally, implementation="cudnn", segments=rows_with_trajectories(40))
+    attend = functools.partial(attend_causally, attention="cudnn", segments=rows_with_trajectories(40))
     traced = jax.make_jaxpr(functools.partial(gradients, attend))(q, k, v)
     assert "gather" in str(traced) and "scatter" not in str(traced)
 
@@ -192,63 +164,51 @@ def test_no_number_is_added_one_by_one(monkeypatch):
 SIXTEEN = 0.03  # for values from N(0, 1) and scores of std 16; rounding the query twice gives 3 times this error
 
 
-def sixteen_bits(length, dtype=jnp.bfloat16):
+def sixteen_bits(length, dtype="bfloat16"):
     """16-bit queries, keys and values at the models' head dim, with scores as large as trained heads have."""
     rng = np.random.default_rng(3)
     q, k = (4 * rng.normal(size=shape) for shape in ((1, length, 2, 128), (1, 1, length, 128)))
-    return [jnp.asarray(x, dtype) for x in (q, k, rng.normal(size=(1, 1, length, 128)))]
+    return [jnp.asarray(x, jnp.dtype(dtype)) for x in (q, k, rng.normal(size=(1, 1, length, 128)))]
 
 
-def splash(q, k, v, segments=None):
-    return splash_attention(q, k, v, segments, interpret=True)
-
-
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("length", "form", "dtype"),
-    [
-        (100, attend_causally, "bfloat16"),
-        (QUERY_CHUNK + 128, attend_causally, "bfloat16"),
-        (QUERY_CHUNK + 128, attend_causally, "float16"),
-        (QUERY_CHUNK + 128, splash, "bfloat16"),
-    ],
+    ("attention", "dtype"), [(attend_causally, "bfloat16"), (attend_causally, "float16"), (splash, "bfloat16")]
 )
-def test_sixteen_bits(length, form, dtype):
-    """Scaling 16-bit queries would round every score once more, by 2**-9 of its value."""
-    q, k, v = sixteen_bits(length, jnp.dtype(dtype))
-    np.testing.assert_allclose(np.asarray(form(q, k, v), np.float64), plain(q, k, v), atol=SIXTEEN)
+def test_sixteen_bits(attention, dtype, packed):
+    """Scores are scaled in float32: scaling 16-bit queries would round every score by 2**-9 of its value."""
+    q, k, v = sixteen_bits(QUERY_CHUNK + 128, dtype)
+    segments = (1 + np.arange(q.shape[1]) // 100)[None].astype(np.int32) if packed else None
+    out = np.asarray(attention(q, k, v, segments=segments), np.float64)
+    np.testing.assert_allclose(out, plain(q, k, v, segments=segments), atol=SIXTEEN)
 
 
-@pytest.mark.parametrize("form", [attend_causally, splash])
-def test_sixteen_bits_within_segments(form):
-    """The same for a packed row, whose trajectories attend only to their own keys."""
-    q, k, v = sixteen_bits(QUERY_CHUNK)
-    segments = (1 + np.arange(QUERY_CHUNK) // 100)[None].astype(np.int32)
-    got = np.asarray(form(q, k, v, segments=segments), np.float64)
-    np.testing.assert_allclose(got, plain(q, k, v, segments=segments), atol=SIXTEEN)
-
-
-@pytest.mark.parametrize(("length", "form"), [(20, attend_chunk), (1, attend_chunk), (1, decode)])
-def test_sixteen_bits_with_a_cache(length, form):
-    """The same for scores against cached keys, which a separate product computes."""
+@pytest.mark.parametrize(("length", "attention"), [(20, attend_chunk), (1, attend_chunk), (1, decode)])
+def test_sixteen_bits_with_a_cache(length, attention):
+    """So are scores against cached keys, which a separate product computes."""
     q, k, v = sixteen_bits(40 + length)
     old, start = [x[:, :, :40] for x in (k, v)], np.array([40], np.int32)
     q, k, v = q[:, 40:], k[:, :, 40:], v[:, :, 40:]
-    got = form(q, k, v, Keys(*old), start)
-    np.testing.assert_allclose(np.asarray(got, np.float64), plain(q, k, v, old, start), atol=SIXTEEN)
+    out = np.asarray(attention(q, k, v, Keys(*old), start), np.float64)
+    np.testing.assert_allclose(out, plain(q, k, v, old, start), atol=SIXTEEN)
+
+
+def assert_near(ours, wanted, bound):
+    """Each of some 16-bit arrays is near its float32 counterpart, relative to the norm."""
+    for x, y in zip(ours, wanted, strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) < bound * np.linalg.norm(y)
 
 
 def test_gradients_of_the_tpu_kernel_in_sixteen_bits():
-    """The rounding error appended to queries would count twice in a gradient, or be missing in that of the keys."""
+    """The rounding error appended to queries counts once in every gradient."""
     low = sixteen_bits(100)
-    wide = [x.astype(jnp.float32) for x in low]
-    for ours, wanted in zip(gradients(splash, *low), gradients(whole, *wide), strict=True):
-        ours, wanted = np.asarray(ours, np.float64), np.asarray(wanted, np.float64)
-        assert np.linalg.norm(ours - wanted) < 0.01 * np.linalg.norm(wanted)
+    assert_near(gradients(splash, *low), gradients(dense, *[x.astype(jnp.float32) for x in low]), 0.01)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel needs a GPU")
 def test_the_gpu_kernel():
-    """cuDNN would get axes in another order, keys of other heads, or another scale than the other implementations."""
+    """cuDNN's kernel agrees with the definition, in values and in gradients of packed rows."""
     q, k, v, _ = draw(T=300, N=4, K=2, H=64)
     low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     np.testing.assert_allclose(attend_causally(*low, "cudnn").astype(np.float32), plain(q, k, v), atol=3e-2)
@@ -260,23 +220,21 @@ def test_the_gpu_kernel():
     ours, defined = (
         gradients(lambda *x, f=f: jnp.where(real, f(*x), 0).astype(jnp.float32), *x)
         for f, x in (
-            (functools.partial(attend_causally, implementation="cudnn", segments=segments), low),
+            (functools.partial(attend_causally, attention="cudnn", segments=segments), low),
             (functools.partial(dense, segments=segments), (q, k, v)),
         )
     )
-    for x, y in zip(ours, defined, strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        assert np.linalg.norm(x - y) < 0.03 * np.linalg.norm(y)
+    assert_near(ours, defined, 0.03)
 
 
-@pytest.mark.parametrize("gpu", ["h100"])
-def test_packed_rows_compile_for_gpus(gpu):
-    """cuDNN refuses lengths together with a causal mask or grouped heads, or the gradient needs a scatter."""
+@pytest.mark.weekly
+def test_packed_rows_compile_for_gpus():
+    """cuDNN accepts lengths together with a causal mask and grouped heads, and the gradient needs no scatter."""
     from psearch_jax.planning.targets import absent_gpus, has_gpu_compiler
 
     if not has_gpu_compiler():
         pytest.skip("the compiler for GPUs is not installed: pip install 'jax[cuda13]'")
-    mesh = make_mesh(MeshSection(), absent_gpus(gpu, 1))
+    mesh = make_mesh(MeshSection(), absent_gpus("h100", 1))
     place = NamedSharding(mesh, PartitionSpec())
 
     def of(shape, dtype=jnp.bfloat16):
@@ -332,7 +290,7 @@ def test_the_backend_follows_the_devices(monkeypatch):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(16, 2, 4), (28, 4, 4), (28, 4, 7), (12, 2, 1), (6, 3, 2)])
 def test_every_device_has_the_keys_of_its_queries(heads, kv_heads, tensor):
-    """If the mesh does not divide the kv heads, a device would lack the keys of its queries, or hold spare copies."""
+    """If the mesh does not divide the kv heads, a device has the keys of its queries and no spare copies."""
     mesh = AbstractMesh((1, 2, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
     q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4, 16, heads, 8), (4, kv_heads, 16, 8)))
     seen = []
@@ -353,7 +311,7 @@ def test_every_device_has_the_keys_of_its_queries(heads, kv_heads, tensor):
     "name", ["colab", "qwen0p5b", "qwen7b", "qwen7b_lora", "qwen14b", "qwen3_8b", "hotpot_sample", "smoke"]
 )
 def test_no_row_is_left_with_small_blocks(name):
-    """A width that only 128 divides would get the kernel's small blocks, which leave most of the matrix unit idle."""
+    """Every width is padded to full blocks of the kernel; small blocks leave most of the matrix unit idle."""
     rollout = importlib.import_module(name).get_config().rollout
     widths = {*buckets(rollout.context_tokens), *buckets(rollout.prompt_tokens)}
     for width in widths:

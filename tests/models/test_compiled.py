@@ -15,21 +15,21 @@ from psearch_jax.models import decoder
 from psearch_jax.models.backend import Backend
 from psearch_jax.models.lora import abstract_adapters
 from psearch_jax.planning.targets import tpu_target
-from psearch_jax.sharding import STORAGE, make_mesh, param_shardings, placed
+from psearch_jax.sharding import STORAGE, attach_shardings, make_mesh, param_shardings
 
 CHUNK = 8
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_vocabulary_loop_talks_once(tied):
-    """The lm head or the hidden states would be gathered again for every chunk of positions, and the head's
-    gradient scattered each time: at 6,196 positions 25 times the necessary traffic."""
+    """Head and hidden states are gathered once, not for every chunk of positions, and so is the head's gradient."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     mesh = make_mesh(MeshSection(2, 2, 2), tpu_target("v5e:2x4").devices)
     config = tiny_config(8192, width=256, tied=tied)
-    graph, dtype = decoder.graphdef(config, jnp.bfloat16), jnp.bfloat16
+    dtype = jnp.bfloat16
+    graph = decoder.graphdef(config, dtype, backend=Backend(vocab_chunk=CHUNK))
     _, abstract = decoder.abstract_params(config)
-    params = placed(abstract, param_shardings(abstract, STORAGE, mesh))
+    params = attach_shardings(abstract, param_shardings(abstract, STORAGE, mesh))
     rows = ("data", "fsdp")
     hidden = NamedSharding(mesh, PartitionSpec(rows, "tensor"))  # as after layers with a sharded residual
     hidden = jax.ShapeDtypeStruct((8, 8 * CHUNK, config.width), dtype, sharding=hidden)
@@ -37,7 +37,7 @@ def test_the_vocabulary_loop_talks_once(tied):
 
     def loss(params, hidden, ids):
         model = nnx.merge(graph, params)
-        return jnp.sum(model.logprobs(hidden, ids, 1.0, 8000, chunk=CHUNK)[0])
+        return jnp.sum(model.logprobs(hidden, ids, 1.0, 8000)[0])
 
     with jax.set_mesh(mesh):
         for program in (loss, jax.grad(loss, argnums=(0, 1))):
@@ -51,12 +51,12 @@ def test_the_vocabulary_loop_talks_once(tied):
             assert not re.search(full_head, text)
 
 
-def test_the_kernel_runs_again_where_all_is_computed_anew():
-    """The backward pass would run attention forward again, although remat=dots should have kept its output."""
+def test_which_remat_runs_the_kernel_again():
+    """With remat=dots the backward pass keeps the kernel's output; with full it runs the kernel again."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     mesh, config = make_mesh(MeshSection(1, 1, 1), tpu_target("v5e:2x2").devices[:1]), tiny_config()
     abstract = decoder.abstract_params(config)[1]
-    params = placed(abstract, param_shardings(abstract, STORAGE, mesh))
+    params = attach_shardings(abstract, param_shardings(abstract, STORAGE, mesh))
     ids = jax.ShapeDtypeStruct((2, 200), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def kernels(remat):
@@ -72,12 +72,12 @@ def test_the_kernel_runs_again_where_all_is_computed_anew():
 
 
 def test_gradients_of_weights_are_summed_in_float32():
-    """Chips would add up their parts of a kernel's gradient in 16 bits."""
+    """Chips add their parts of a kernel's gradient in float32."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
     mesh = make_mesh(MeshSection(1, 4, 2), tpu_target("v5e:2x4").devices)
     config, positions = tiny_config(width=384, heads=6, kv_heads=2, head_dim=64, mlp=1536), 256
     abstract = decoder.abstract_params(config)[1]
-    params = placed(abstract, places := param_shardings(abstract, STORAGE, mesh))
+    params = attach_shardings(abstract, places := param_shardings(abstract, STORAGE, mesh))
     ids = jax.ShapeDtypeStruct((8, positions), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
 
     def loss(params, ids):
@@ -100,7 +100,7 @@ def test_gradients_of_weights_are_summed_in_float32():
 
 @pytest.mark.parametrize(("dtype", "asked"), [("float32", True), ("bfloat16", False)])
 def test_what_precision_is_asked_for(dtype, asked):
-    """TPUs would multiply float32 as bfloat16, and GPUs as TF32: these tests' tolerances would hold only on CPUs."""
+    """Every product of a float32 model requests full precision, also in the backward pass."""
     config, lora = tiny_config(), Lora(4, 8.0)
     graph = decoder.graphdef(config, jnp.dtype(dtype), remat="full", lora=lora)
     base, adapters = decoder.abstract_params(config)[1], abstract_adapters(config, lora)

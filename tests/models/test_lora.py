@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from helpers import QWEN3, random_params, tiny_config
 from jax.sharding import AbstractMesh, AxisType
-from runs import command, final_params, metrics_without_clocks, run, small_config
+from runs import command, final_params, run, small_config
 
 from psearch_jax.assembly import build
 from psearch_jax.config import Lora
@@ -55,7 +55,7 @@ def merged(base, adapters, dtype=jnp.float32) -> nnx.State:
 
 
 def test_a_merged_kernel_is_w_plus_scale_a_b(pair):
-    """A missing scale or swapped axes in the merge export another policy than the learner trained."""
+    """The merge equals the product in float64, and reports the rounding error."""
     base, adapters = pair
     combined = nnx.to_pure_dict(merged(base, adapters))
     before, low = nnx.to_pure_dict(base), nnx.to_pure_dict(adapters)["adapters"]
@@ -76,7 +76,7 @@ def test_a_merged_kernel_is_w_plus_scale_a_b(pair):
 
 @pytest.mark.parametrize("family", [{}, QWEN3], ids=["qwen2", "qwen3"])
 def test_the_live_model_is_the_merged_one(family):
-    """The exported weights compute another function than the W + scale a b that was trained."""
+    """The merged weights compute the function that was trained."""
     config = tiny_config(tied=False, **family)
     base, adapters = some_pair(config)
     ids = np.random.default_rng(0).integers(0, 400, (2, 40)).astype(np.int32)
@@ -90,7 +90,7 @@ def test_the_live_model_is_the_merged_one(family):
 
 
 def test_layers_apart_keep_their_adapters(pair):
-    """A GPU that decodes without the adapters, or with those of another layer, samples from another policy."""
+    """Unstacked layers decode with their own adapters."""
     ids = np.random.default_rng(0).integers(0, 400, (3, 1)).astype(np.int32)
     for backend in (Backend(unstack="per_call"), Backend(unstack="once", kernels_left=True)):
         graph = decoder.graphdef(CONFIG, jnp.float32, backend=backend, lora=ADAPTERS)
@@ -102,14 +102,14 @@ def test_layers_apart_keep_their_adapters(pair):
 
 
 def test_fresh_adapters_change_nothing():
-    """Adapters whose initial product is not 0 throw the policy away before the first step."""
+    """The product of fresh adapters is 0."""
     base = random_params(CONFIG)
     same = merged(base, lora.init_adapters(CONFIG, ADAPTERS, 0))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), base, same)))
 
 
 def test_adapters_lie_where_their_kernels_lie():
-    """Replicated adapters of a large model waste the memory that they should save."""
+    """Adapters are split over the mesh axes of their kernels."""
     mesh = AbstractMesh((1, 4, 2), AXES, axis_types=(AxisType.Auto,) * 3)
     places = param_shardings(lora.abstract_adapters(CONFIG, ADAPTERS), STORAGE, mesh)
     specs = {path[-1]: tuple(v.get_value().spec) for path, v in nnx.to_flat_state(places)}
@@ -122,7 +122,7 @@ def fields(**changes) -> dict:
 
 
 def test_only_adapters_are_trained(tiny_policy):
-    """The optimizer covers the frozen weights, so LoRA saves nothing, or the base changes and is no reference."""
+    """State and updates cover adapters only; the base stays as it is and is the reference."""
     parts = build.training_run(small_config(tiny_policy, **fields(**{"learning.learning_rate": 1e-2})))
     parts.reward = lambda rollouts: [  # every group has a signal
         RewardParts(float(t.sample % 2), 0.0, 0.0, 0.0) for t in rollouts
@@ -144,18 +144,14 @@ def test_only_adapters_are_trained(tiny_policy):
 
 
 @pytest.mark.slow
-def test_a_run_with_adapters_resumes_and_is_exported_whole(tiny_policy, tmp_path):
-    """A checkpoint that has only adapters cannot locate its base, or its export is not one ordinary model."""
-    full, resumed = tmp_path / "whole", tmp_path / "parts"
-    run(command(full, tiny_policy, 4, **fields()))
-    run(command(resumed, tiny_policy, 2, **fields()))
-    run(command(resumed, tiny_policy, 4, **fields()))
-    # The warm-up length depends on `train.steps` at the start: the runs are compared where it does not matter.
-    assert [row["step"] for row in metrics_without_clocks(resumed)] == [0, 1, 2, 3]
-    assert sum(f.stat().st_size for f in (full / "checkpoints" / "4" / "params").rglob("*") if f.is_file()) < 200_000
+def test_a_run_with_adapters_is_exported_and_evaluated(tiny_policy, tmp_path):
+    """A checkpoint has only adapters and finds its base by name and digest; its export is one ordinary model."""
+    full = tmp_path / "run"
+    run(command(full, tiny_policy, 2, **fields()))
+    assert sum(f.stat().st_size for f in (full / "checkpoints" / "2" / "params").rglob("*") if f.is_file()) < 200_000
 
     run([sys.executable, "launch/export_hf.py", f"--checkpoint={full}", f"--out={tmp_path / 'hf'}"])
-    config, exported = hf.load_hf(tmp_path / "hf")
+    exported = hf.load_hf(tmp_path / "hf")[1]
     flat = {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(exported)}
     ours = final_params(full)
     base = {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(hf.load_hf(tiny_policy)[1])}
@@ -168,11 +164,11 @@ def test_a_run_with_adapters_resumes_and_is_exported_whole(tiny_policy, tmp_path
     run([sys.executable, "launch/eval.py", *flags])
     assert "closed_world:single" in json.loads((tmp_path / "e" / "results.json").read_text())["benchmarks"]
 
-    plain = command(full, tiny_policy, 6, **fields(**{"model.lora_rank": 0}))
+    plain = command(full, tiny_policy, 4, **fields(**{"model.lora_rank": 0}))
     assert "model.lora_rank: 4, now 0" in run(plain, expect=2).stderr
     assert "another architecture" in run([*plain, "--allow_changes"], expect=2).stderr
     # On another machine the base has another path: it is located by its requested name and checked by its digest.
-    step = full / "checkpoints" / "4"
+    step = full / "checkpoints" / "2"
     record = checkpoint.read_loop(step)
 
     def rewrite_record(settings: dict, **changed: str) -> None:

@@ -1,4 +1,4 @@
-"""Plans for absent TPUs and GPUs: the memory of every chip, replicated arrays, and refused configs."""
+"""Plans for absent TPUs and GPUs: the memory of every chip, and refused configs."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from helpers import collectives_in_loops
 from programs import ROOT, completed
 from runs import small_config
 
-from psearch_jax.config import Config, MeshSection, ModelSection, from_mapping
+from psearch_jax.config import Config, ModelSection, from_mapping
 from psearch_jax.models.buckets import buckets
 from psearch_jax.planning.plan import ProgramMemory, advice, bare_sampler, make_plan, model_shape
 from psearch_jax.planning.roofline import lower_bounds
@@ -60,17 +60,6 @@ def test_every_chip_holds_its_share(qwen7b):
     start = 2 * qwen7b.resident["parameters"] + qwen7b.resident["optimizer"] + qwen7b.resident["reference"]
     assert qwen7b.programs["start"].total_bytes == start, "the weights are loaded before the state is built from them"
     assert qwen7b.chips == 16 and qwen7b.fits and qwen7b.headroom_bytes > 0
-    assert not qwen7b.replicated
-
-
-def test_qwen3_has_its_own_head_size(target):
-    config = config_file("qwen3_8b", model={"path": "Qwen/Qwen3-32B"}, mesh={"tensor": 8})
-    plan = make_plan(config, target, names=())
-    share = 32_762_123_264 / 16
-    assert plan.resident["parameters"] == pytest.approx(4 * share, rel=0.01)
-    assert plan.resident["sampling_copy"] == pytest.approx(2 * 2 * share, rel=0.01)
-    cache = 2 * 64 * (128 / 2) * (8 / 8) * 6196 * 128 * 2
-    assert cache < plan.resident["sampler_state"] < 1.02 * cache
 
 
 def test_the_sampler_may_have_another_tensor():
@@ -167,19 +156,12 @@ def test_topologies_are_checked():
     assert len(v4.devices) == 4 and v4.chip.hbm_bytes > 30 * GIB, "both cores of a chip are one device"
 
 
-def test_a_mesh_axis_may_cross_the_axes_of_a_slice(target):
-    mesh = make_mesh(MeshSection(1, 2, 8), target.devices)
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "tensor": 8} and len(set(mesh.devices.flat)) == 16
-
-
 def test_shapes_are_known_without_weights():
     assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-14B-Instruct"))).layers == 48
     assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-0.5B"))).layers == 24
-    for name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-4B-Instruct-2507"):
-        shape = model_shape(Config(model=ModelSection(path=name)))
-        assert (shape.qk_norm, shape.layers, shape.head_dim) == (True, 36, 128)
+    shape = model_shape(Config(model=ModelSection(path="Qwen/Qwen3-4B-Instruct-2507")))
+    assert (shape.qk_norm, shape.layers, shape.head_dim) == (True, 36, 128)
     assert model_shape(Config(model=ModelSection(path="toy", preset="7b"))).width == 128
-    assert model_shape(Config(model=ModelSection(path=str(ROOT / "psearch_jax/assets/toy_policy")))).width == 128
     for name in ("some/model", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-9B"):
         with pytest.raises(UserError, match=f"config.model.path={name}: .*no known size in the name; accepted: names"):
             model_shape(Config(model=ModelSection(path=name)))
@@ -228,7 +210,7 @@ def test_peaks_are_those_of_the_card(kind, name):
     assert chip_of(SimpleNamespace(platform="gpu", device_kind=kind)) == GPUS.get(name)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_decoding_neither_gathers_weights_nor_copies_the_cache(target):
     model = {"path": "", "preset": "7b"}  # the kernel needs heads of 128
     config = config_file("qwen7b", model=model, rollout={"num_buckets": 1})
@@ -254,10 +236,14 @@ def test_the_check_for_collectives_sees_them():
     assert not collectives_in_loops(f"%other {gather}{turns}", 2**20)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_largest_training_program_keeps_no_attention_scores(target):
-    plan = make_plan(config_file("qwen7b"), target, names=("accumulate",), largest_only=True)
-    assert plan.fits and plan.programs["accumulate"].peak_bytes < 12 * GIB
+    """An update of 6,656 positions fits in memory, which it would not with the scores of its attention."""
+    fields = {"model": {"path": "", "preset": "0.5b"}, "mesh": {"tensor": 2}, "rollout": {"num_buckets": 1}}
+    plan = make_plan(config_file("qwen7b", **fields), target, names=("accumulate",))
+    program, rows = plan.programs["accumulate"], 16 // plan.mesh["fsdp"]
+    scores = 4 * rows * (plan.model.heads // 2) * program.width**2  # of one layer on one chip, in float32
+    assert program.peak_bytes - plan.resident["parameters"] < scores
 
 
 @pytest.mark.slow

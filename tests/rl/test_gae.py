@@ -53,22 +53,6 @@ def test_two_observations_by_hand():
     np.testing.assert_allclose(returns[0, [1, 4, 8]], [0.2, 0.4, 1.0], atol=1e-7)
 
 
-def test_an_observation_changes_no_advantage():
-    """Longer passages between the same actions add no discount."""
-    rewards, values, mask = some(rows=2)
-    at = np.flatnonzero(mask[0])
-    wide = np.full((1, 90), np.nan, np.float32)
-    spread = np.sort(np.random.default_rng(1).choice(90, len(at), replace=False))
-    wide_mask = np.zeros((1, 90), np.float32)
-    wide_mask[0, spread] = 1
-    moved = [wide.copy(), wide.copy()]
-    for array, original in zip(moved, (rewards, values), strict=True):
-        array[0, spread] = original[0, at]
-    computed, _ = estimate_advantages(*moved, wide_mask, 0.9, 0.8)
-    expected, _ = estimate_advantages(rewards, values, mask, 0.9, 0.8)
-    np.testing.assert_array_equal(computed[0, spread], expected[0, at])
-
-
 def test_the_reward_is_paid_at_the_last_sampled_token_and_the_kl_at_each():
     """A trajectory without sampled tokens gets nothing."""
     mask = np.array([[0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0]], np.float32)

@@ -96,8 +96,6 @@ def test_f1_as_the_outcome_lies_between_wrong_and_right():
     for well_formed in (False, True):
         paid = [total for _, formed, total in totals if formed == well_formed]
         assert paid == sorted(paid) and len(set(paid)) == 4
-    half = paper_reward(trajectory("parallel", [2], "Ada Byron"), RewardSection(outcome="f1"))
-    assert half.format == pytest.approx(0.1 / 3)
 
 
 def test_every_sub_query_has_its_price():
@@ -282,23 +280,6 @@ def test_a_prompt_without_the_examples_is_refused(template, outcome_only, accept
     with pytest.raises(UserError, match=f"config.data.template={template}: found .* at least one <answer>") as caught:
         build.training_run(config)
     assert ("exactly 2 times <search>" in str(caught.value)) is not outcome_only
-
-
-def test_parse_transcript():
-    """The parser of these tests."""
-    question = Question("v", "1", "q", ("x",), "single")
-    parsed = parse_transcript(
-        question,
-        f"<think>a</think><search>b ## c</search>\n\n{INFO}\n\n<search>d</search> stray {INFO}"
-        "<think>e</think><search>f</search><think>g</think><answer> h </answer><search>i</search>",
-    )
-    assert [t.action for t in parsed.turns] == ["search", "search", "search", "answer"]
-    assert [t.queries for t in parsed.turns] == [("b", "c"), ("d",), (), ()]
-    assert [t.well_formed for t in parsed.turns] == [True, False, False, False]
-    assert (parsed.answer, parsed.status, parsed.decomposed, len(parsed.executed)) == ("h", "answered", True, 2)
-    cut = parse_transcript(question, "<think>a</think><search>b</search><information>c <search>d</search>")
-    assert (cut.answer, cut.executed, cut.status, cut.well_formed) == (None, (), "out_of_turns", False)
-    assert parse_transcript(question, " \n").turns == ()
 
 
 def test_compat_reads_the_prompt_and_the_reply_of_a_rollout(tiny_tokenizer):

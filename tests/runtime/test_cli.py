@@ -12,7 +12,7 @@ import errno
 from absl import flags
 from ml_collections import config_flags
 from psearch_jax.runtime import cli
-from psearch_jax.types import UserError, listed
+from psearch_jax.types import UserError, format_items
 from retrieval.protocol import CorpusError, RetrievalError
 
 flags.DEFINE_integer("n", 1, "a number")
@@ -27,7 +27,7 @@ def main(argv):
     if flags.FLAGS.n in errors:
         raise errors[flags.FLAGS.n]
     if flags.FLAGS.n == 6:
-        raise UserError(listed("this run  needs:", ["a model\\n of some size", "a file"]))
+        raise UserError(format_items("this run  needs:", ["a model\\n of some size", "a file"]))
     if flags.FLAGS.n == 5:
         raise ZeroDivisionError("a bug")
     if flags.FLAGS.n == 7:

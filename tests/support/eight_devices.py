@@ -17,7 +17,7 @@ from psearch_jax.models import attention, decoder, lora, ragged
 from psearch_jax.models.attention import cached
 from psearch_jax.models.attention.cudnn import cudnn_attention
 from psearch_jax.models.attention.splash import splash_attention
-from psearch_jax.models.backend import choose_backend
+from psearch_jax.models.backend import Backend, choose_backend
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rl.batch import mini_batches
 from psearch_jax.rollout import sampling
@@ -165,7 +165,8 @@ def check_critic(mesh, config: DecoderConfig, optimizer) -> None:
 def check_vocabulary(mesh) -> None:
     """Log-probs in chunks, and their gradients, with each device computing the vocabulary for its own rows."""
     config = tiny_config(V, tied=False)
-    graph, params = decoder.graphdef(config, jnp.float32), random_params(config, seed=7)
+    graph = decoder.graphdef(config, jnp.float32, backend=Backend(vocab_chunk=16))
+    params = random_params(config, seed=7)
     rng = np.random.default_rng(2)
     hidden = rng.normal(size=(B, 40, config.width)).astype(np.float32)
     ids = rng.integers(0, 400, (B, 40)).astype(np.int32)
@@ -173,7 +174,7 @@ def check_vocabulary(mesh) -> None:
     wanted = rng.random((B, 40)) < rng.random((B, 1))  # many in some rows, few in others
 
     def total(params, hidden):
-        chosen, entropy = nnx.merge(graph, params).logprobs(hidden, ids, 0.7, 400, wanted, chunk=16)
+        chosen, entropy = nnx.merge(graph, params).logprobs(hidden, ids, 0.7, 400, wanted)
         return jnp.sum(jnp.sin(chosen) + entropy)
 
     both = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))

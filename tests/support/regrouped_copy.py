@@ -16,7 +16,7 @@ from helpers import random_params, tiny_config
 from psearch_jax.config import Lora, MeshSection
 from psearch_jax.models import lora
 from psearch_jax.rollout.copy import SamplingCopy
-from psearch_jax.sharding import SAMPLING, STORAGE, make_meshes, param_shardings, placed
+from psearch_jax.sharding import SAMPLING, STORAGE, attach_shardings, make_meshes, param_shardings
 
 
 def difference(data: int, fsdp: int, tensor: int, sampler_tensor: int) -> float:
@@ -39,7 +39,7 @@ def difference(data: int, fsdp: int, tensor: int, sampler_tensor: int) -> float:
         differences += [float(np.max(np.abs(np.asarray(a, np.float32) - np.asarray(b, np.float32)))) for a, b in pairs]
     if sampler_tensor > 1:
         copy = SamplingCopy(weights, None, jnp.float32, mesh, trained=True, rollout_mesh=sampler)
-        program = copy.program(placed(weights, param_shardings(weights, STORAGE, mesh)))
+        program = copy.program(attach_shardings(weights, param_shardings(weights, STORAGE, mesh)))
         shapes = set(re.findall(r"f32\[([\d,]+)\]", program.compile(0).as_text()))
         complete = weights["layers"]["up_kernel"].get_value().shape
         assert ",".join(map(str, complete)) not in shapes, shapes

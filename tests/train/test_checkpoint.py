@@ -13,7 +13,7 @@ from helpers import one_device_mesh, random_params, same_bits, tiny_config
 
 from psearch_jax.config import LearningSection
 from psearch_jax.models import decoder
-from psearch_jax.sharding import placed
+from psearch_jax.sharding import attach_shardings
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.train.checkpointing.best import Best, find_best
 from psearch_jax.train.state import abstract_state, init_state, make_optimizer, state_shardings
@@ -27,7 +27,7 @@ NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 1073741824 bytes."
 
 def abstract() -> object:
     mesh, shapes = one_device_mesh(), abstract_state(random_params(CONFIG), OPTIMIZER)
-    return placed(shapes, state_shardings(shapes, mesh))
+    return attach_shardings(shapes, state_shardings(shapes, mesh))
 
 
 def state_of(step: int):

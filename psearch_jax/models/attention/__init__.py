@@ -1,4 +1,4 @@
-"""Attention of complete rows, `attend_causally`, by three implementations; attention.cached has attention to a cache.
+"""Attention of complete rows, `attend_causally`, in three forms; attention.cached has attention to a cache.
 
 `choose_backend` (models/backend.py) chooses by dtype and devices: in 16 bits `splash` (a Pallas kernel, for TPUs) and
 `cudnn` (for GPUs); in float32, and where there is no kernel, `blocked`. None holds all scores of a row at once. All
@@ -26,7 +26,7 @@ def attend_causally(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    implementation: Literal["blocked", "splash", "cudnn"] = "blocked",
+    attention: Literal["blocked", "splash", "cudnn"] = "blocked",
     segments: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of rows over themselves, or of each trajectory in a row over itself.
@@ -40,9 +40,9 @@ def attend_causally(
     Returns:
       [B, T, N, H].
     """
-    if implementation == "splash":
+    if attention == "splash":
         return on_each_device(splash_attention, q, k, v, segments)
-    if implementation == "cudnn":
+    if attention == "cudnn":
         return on_each_device(cudnn_attention, q, k, v, segments)
     return blocked_attention(q, k, v, None if segments is None else _find_segment_starts(segments))
 
@@ -74,7 +74,7 @@ def on_each_device(
     copies = math.lcm(k.shape[1], mesh.shape["tensor"]) // k.shape[1]
     if copies > 1:
         k, v = (jnp.repeat(x, copies, axis=1) for x in (k, v))
-    place = spec(("rows", None, "heads", None), COMPUTE, mesh, q.shape)
-    kv_place = spec(("rows", "kv_heads", None, None), COMPUTE, mesh, k.shape)
-    places = (place, kv_place, kv_place, *(spec(("rows", None), COMPUTE, mesh, x.shape) for x in more))
-    return jax.shard_map(kernel, in_specs=places, out_specs=place, check_vma=False)(q, k, v, *more)
+    q_spec = spec(("rows", None, "heads", None), COMPUTE, mesh, q.shape)
+    kv_spec = spec(("rows", "kv_heads", None, None), COMPUTE, mesh, k.shape)
+    specs = (q_spec, kv_spec, kv_spec, *(spec(("rows", None), COMPUTE, mesh, x.shape) for x in more))
+    return jax.shard_map(kernel, in_specs=specs, out_specs=q_spec, check_vma=False)(q, k, v, *more)

@@ -36,10 +36,10 @@ def _blocks(T: int) -> list[tuple[int, int]]:
 def _scores(score: Callable[..., jax.Array], k: jax.Array, begin: Any, block: tuple[int, int]) -> jax.Array:
     """Scores [B, K, G, X, S] of a block's queries from `scale_and_group`; NEG_INF where it may not attend."""
     first, last = block
-    place = jnp.arange(last)
-    mask = (place <= jnp.arange(first, last)[:, None])[None]
+    position = jnp.arange(last)
+    mask = (position <= jnp.arange(first, last)[:, None])[None]
     if begin is not None:
-        mask = mask & (place >= begin[:, first:last, None])
+        mask = mask & (position >= begin[:, first:last, None])
     return jnp.where(mask[:, None, None], score(k[:, :, :last]), NEG_INF)
 
 

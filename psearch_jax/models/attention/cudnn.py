@@ -44,20 +44,21 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Arra
     numbers = jnp.arange(1, SEGMENTS + 1)
     length = jnp.sum(segments[:, None] == numbers[:, None], axis=2)  # [B, SEGMENTS]
     start = jnp.cumsum(length, axis=1) - length
-    place = jnp.arange(T)
-    to_separate = (start[..., None] + place).reshape(B, -1)  # in the packed row, of each position of the separate rows
-    to_separate = jnp.where((place < length[..., None]).reshape(B, -1), to_separate, -1)
-    own = jnp.maximum(segments - 1, 0)
-    to_packed = own * T + place - jnp.take_along_axis(start, own, axis=1)  # the inverse
+    position = jnp.arange(T)
+    # Of each position of the separate rows its position in the packed row, and the inverse.
+    to_separate = (start[..., None] + position).reshape(B, -1)
+    to_separate = jnp.where((position < length[..., None]).reshape(B, -1), to_separate, -1)
+    row = jnp.maximum(segments - 1, 0)
+    to_packed = row * T + position - jnp.take_along_axis(start, row, axis=1)
     to_packed = jnp.where(segments > 0, to_packed, -1)
 
     def separate(x: jax.Array) -> jax.Array:
-        return _moved(x, to_separate, to_packed).reshape(B * SEGMENTS, *x.shape[1:])
+        return _move(x, to_separate, to_packed).reshape(B * SEGMENTS, *x.shape[1:])
 
     # A row without a trajectory attends to one position, because a softmax over none may be NaN.
     lengths = jnp.maximum(length.reshape(-1), 1).astype(jnp.int32)
     out = _attention(*map(separate, (q, k, v)), query_seq_lengths=lengths, key_value_seq_lengths=lengths)
-    return _moved(out.reshape(B, SEGMENTS * T, *out.shape[2:]), to_packed, to_separate)
+    return _move(out.reshape(B, SEGMENTS * T, *out.shape[2:]), to_packed, to_separate)
 
 
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array, **lengths: jax.Array) -> jax.Array:
@@ -66,7 +67,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, **lengths: jax.Array) -
 
 
 @jax.custom_vjp
-def _moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+def _move(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     """x [B, S, ...] at the positions `source` [B, R], and 0 where they are -1.
 
     `target` [B, S] is the inverse, with -1 at positions of x that are not taken. With it the gradient is also read by
@@ -76,14 +77,14 @@ def _moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.where((source >= 0).reshape(*source.shape, *[1] * (x.ndim - 2)), taken, 0)
 
 
-def _moved_forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _moved(x, source, target), (source, target)
+def _move_forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _move(x, source, target), (source, target)
 
 
-def _moved_backward(places: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[Any, ...]:
-    source, target = places
-    nothing = [np.zeros(place.shape, jax.dtypes.float0) for place in places]
-    return _moved(gradient, target, source), *nothing
+def _move_backward(indices: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[Any, ...]:
+    source, target = indices
+    nothing = [np.zeros(x.shape, jax.dtypes.float0) for x in indices]
+    return _move(gradient, target, source), *nothing
 
 
-_moved.defvjp(_moved_forward, _moved_backward)
+_move.defvjp(_move_forward, _move_backward)

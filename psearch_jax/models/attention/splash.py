@@ -36,20 +36,14 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     T, N, H = q.shape[1:]
-    q, k = _scaled(q.swapaxes(1, 2), k)
+    q, k = _scale(q.swapaxes(1, 2), k)
     width, size = splash_width(T), splash_block(T)
 
-    def padded(x: jax.Array) -> jax.Array:  # causal: no real query attends to a padded key
+    def pad(x: jax.Array) -> jax.Array:  # causal: no real query attends to a padded key
         return jnp.pad(x, ((0, 0), (0, 0), (0, width - T), (0, -x.shape[-1] % LANES)))
 
-    sizes = kernels.BlockSizes(
-        block_q=size,
-        block_kv=size,
-        block_q_dkv=size,
-        block_kv_dkv=size,
-        block_q_dq=size,
-        block_kv_dq=size,
-    )
+    blocks = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes = kernels.BlockSizes(**dict.fromkeys(blocks, size))
     mask = masks.MultiHeadMask([masks.CausalMask((width, width))] * N)
     kernel = kernels.make_splash_mha(
         mask,
@@ -60,14 +54,14 @@ def splash_attention(
         interpret=interpret,
     )
     if segments is None:
-        out = jax.vmap(kernel)(padded(q), padded(k), padded(v))
+        out = jax.vmap(kernel)(pad(q), pad(k), pad(v))
     else:
-        own = jnp.pad(segments, ((0, 0), (0, width - T)))
-        out = jax.vmap(kernel)(padded(q), padded(k), padded(v), kernels.SegmentIds(own, own))
+        segments = jnp.pad(segments, ((0, 0), (0, width - T)))
+        out = jax.vmap(kernel)(pad(q), pad(k), pad(v), kernels.SegmentIds(segments, segments))
     return out[:, :, :T, :H].swapaxes(1, 2)
 
 
-def _scaled(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scale(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Queries and keys whose products are those of q and k times H**-0.5: the splash kernel itself does not scale.
 
     In 16 bits the scaled query would be rounded again, unless the scale is a power of two (head dim 64). So the

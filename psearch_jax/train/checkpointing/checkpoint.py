@@ -36,7 +36,7 @@ from psearch_jax.config import DecoderConfig, Lora, ModelSection
 from psearch_jax.models import decoder, hf, lora
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import absolute, is_remote, locate
-from psearch_jax.sharding import placed
+from psearch_jax.sharding import attach_shardings
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.state import TrainState
 from psearch_jax.types import UserError, first_line
@@ -356,7 +356,7 @@ def _load_params(
     config, abstract = _abstract_params(checkpoint, loop)
     record = loop.get("lora")
     low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32 if record else dtype), abstract)
-    target = nnx.to_pure_dict(placed(low, shard(abstract)))
+    target = nnx.to_pure_dict(attach_shardings(low, shard(abstract)))
     args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
     # The float32 originals in memory at a time are limited to the largest array.
     gigabytes = 1 + max(4 * x.size for x in jax.tree.leaves(low)) // 10**9
