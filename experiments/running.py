@@ -22,7 +22,7 @@ from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import summarise
 from psearch_jax.runtime.paths import TOY_POLICY, read_json, write_atomically
-from psearch_jax.train.checkpointing.settings import WEIGHTS, fingerprint
+from psearch_jax.train.checkpointing.settings import WEIGHTS, hash_files
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,7 +141,7 @@ def cold_start_digest(policy: str) -> str:
     directory = TOY_POLICY if policy == "toy" else Path(policy)
     if not directory.is_dir():
         raise UserError(f"--policies={policy}: not found, accepted: toy, or a directory that launch/sft.py made")
-    return fingerprint(directory, WEIGHTS)[:16]
+    return hash_files(directory, WEIGHTS)[:16]
 
 
 def run_program(program: str, *arguments: str) -> None:

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not MODEL, reason="PSEARCH_QWEN names no directory with real weights (make test-real)"),
 ]
 MARGIN = 1e-3  # float32 logits closer to each other than this are a tie
-SAMPLED = (25, 12)  # questions and samples of each: 300 trajectories
+SAMPLED = (12, 25)  # questions and samples of each: 300 trajectories
 
 
 @pytest.fixture(scope="module")
@@ -205,32 +205,6 @@ def test_the_device_stops_where_the_host_reads_a_tag(policy, sampled, figure):
     assert min(stops.values()) > 0, stops
     counts = ", ".join(f"{count} {name}" for name, count in stops.items())
     figure(f"turns of {len(sampled)} trajectories that end alike on device and host", counts)
-
-
-def test_text_does_not_say_which_tokens_were_sampled(policy, sampled, figure):
-    """Why token ids are recorded: re-tokenizing the text gives some other tokens. A share of zero would mean that this
-    test measures nothing."""
-    tokenizer = policy.engine.tokenizer
-    changed = total = turns = skipped = 0
-    for trajectory in sampled:
-        for first, end in turns_of(trajectory):
-            ids = [i for i in trajectory.ids[first:end].tolist() if tokenizer.token_bytes[i]]
-            text = tokenizer.decode(ids)
-            if "\ufffd" in text:  # the turn ends inside a character
-                skipped += 1
-                continue
-            again = tokenizer.encode_foreign(text)
-            spans, others = (
-                set(zip(np.cumsum([0, *sizes])[:-1].tolist(), sizes, strict=True))
-                for sizes in ([len(tokenizer.token_bytes[i]) for i in some] for some in (ids, again))
-            )
-            lost = len(spans - others)
-            changed, total, turns = changed + lost, total + len(ids), turns + bool(lost)
-    figure(
-        f"sampled tokens that re-tokenising the text changes, of {total}",
-        f"{changed} ({100 * changed / total:.2f}%), in {turns} turns; without {skipped} that end inside a letter",
-    )
-    assert 0 < changed < 0.1 * total
 
 
 VARIANTS = {

@@ -56,18 +56,17 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True, "qk_norm": False}),
     "qwen3": Family("Qwen3ForCausalLM", {"qkv_bias": False, "qk_norm": True}),
 }
-_NUMBERS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-)
+# Field of DecoderConfig -> field of config.json.
+_SIZES = {
+    "vocab_rows": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+}
 
 
 def read_config(directory: str | Path) -> DecoderConfig:
@@ -84,13 +83,13 @@ def read_config(directory: str | Path) -> DecoderConfig:
     options = FAMILIES[family].options
     rope: dict[str, Any] = {}
     for field in ("rope_parameters", "rope_scaling"):  # transformers applies the second where both are given
-        values = raw.get(field) or {}
-        if not isinstance(values, dict):
-            raise UserError(f"{path}: {field} is {json.dumps(values)}, accepted: an object")
-        kind = values.get("rope_type", values.get("type", "default"))
+        scaling = raw.get(field) or {}
+        if not isinstance(scaling, dict):
+            raise UserError(f"{path}: {field} is {json.dumps(scaling)}, accepted: an object")
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind != "default":
             raise UserError(f"{path}: {field} has type {kind!r}, accepted: 'default', which scales no position")
-        rope |= values
+        rope |= scaling
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise UserError(f'{path}: layer_types is {json.dumps(kinds)}, accepted: a list of only "full_attention"')
@@ -101,19 +100,14 @@ def read_config(directory: str | Path) -> DecoderConfig:
             raise UserError(f"{path}: {field} is {json.dumps(raw[field])}, accepted: {json.dumps(value)}")
     eos_ids = _eos_ids(path, raw)
     try:
-        heads = int(raw["num_attention_heads"])
+        values: dict[str, Any] = {"num_key_value_heads": raw["num_attention_heads"], "max_position_embeddings": 32_768}
+        values |= {name: value for name, value in raw.items() if value is not None}
+        values.setdefault("head_dim", int(values["hidden_size"]) // max(1, int(values["num_attention_heads"])))
         return DecoderConfig(
-            vocab_rows=int(raw["vocab_size"]),
-            width=int(raw["hidden_size"]),
-            layers=int(raw["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // max(1, heads)),
-            mlp=int(raw["intermediate_size"]),
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
-            rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            max_positions=int(raw.get("max_position_embeddings", 32_768)),
+            **{field: int(values[name]) for field, name in _SIZES.items()},
+            tied=bool(values.get("tie_word_embeddings", False)),
+            rope_theta=float(rope.get("rope_theta", values.get("rope_theta", 10_000.0))),
+            rms_eps=float(values.get("rms_norm_eps", 1e-6)),
             eos_ids=eos_ids,
             **options,
         )
@@ -122,7 +116,8 @@ def read_config(directory: str | Path) -> DecoderConfig:
     except UserError as error:  # the sizes contradict each other
         raise UserError(f"{path}: {error}") from None
     except (TypeError, ValueError, OverflowError):
-        numbers = {k: raw[k] for k in _NUMBERS if k in raw and not _is_number(raw[k])}
+        names = (*_SIZES.values(), "rms_norm_eps", "rope_theta")
+        numbers = {name: raw[name] for name in names if name in raw and not _is_number(raw[name])}
         raise UserError(f"{path}: found {numbers or rope}, accepted: numbers") from None
 
 
@@ -143,41 +138,27 @@ def _is_number(value: Any) -> bool:
 
 def write_config(directory: Path, config: DecoderConfig, dtype: Any) -> None:
     """Writes generation_config.json and config.json."""
-    eos = list(config.eos_ids)
-    _write_json(directory / "generation_config.json", {"do_sample": True} | ({"eos_token_id": eos} if eos else {}))
-    _write_json(directory / "config.json", _hf_config(config, np.dtype(dtype).name))
+    family, eos = find_family(config), list(config.eos_ids)
+    generation = {"do_sample": True} | ({"eos_token_id": eos} if eos else {})
+    fields = {
+        "architectures": [FAMILIES[family].class_name],
+        "model_type": family,
+        **{name: getattr(config, field) for field, name in _SIZES.items()},
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tied,
+        "rope_theta": config.rope_theta,  # read by transformers 4
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # read by transformers 5
+        "rms_norm_eps": config.rms_eps,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+        "eos_token_id": eos[0] if eos else None,
+        "torch_dtype": np.dtype(dtype).name,
+    }
+    for name, value in (("generation_config.json", generation), ("config.json", fields)):
+        (directory / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def find_family(config: DecoderConfig) -> str:
     """The model_type of a shape."""
     fields = asdict(config).items()
     return next(name for name, family in FAMILIES.items() if family.options.items() <= fields)
-
-
-def _hf_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    family = find_family(config)
-    return {
-        "architectures": [FAMILIES[family].class_name],
-        "model_type": family,
-        "vocab_size": config.vocab_rows,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp,
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tied,
-        "rope_theta": config.rope_theta,  # read by transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # read by transformers 5
-        "rms_norm_eps": config.rms_eps,
-        "max_position_embeddings": config.max_positions,
-        "use_sliding_window": False,
-        "attention_dropout": 0.0,
-        "eos_token_id": config.eos_ids[0] if config.eos_ids else None,
-        "torch_dtype": dtype,
-    }
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

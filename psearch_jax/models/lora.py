@@ -40,15 +40,12 @@ class Adapters(nnx.Module):
     def __init__(self, config: DecoderConfig, rank: int, rngs: nnx.Rngs):
         sizes = axis_sizes(config)
         for name, (inner, outer) in KERNELS.items():
-            inputs, outputs = tuple(sizes[c] for c in inner), tuple(sizes[c] for c in outer)
+            inputs, outputs = ([sizes[c] for c in axes] for axes in (inner, outer))
+            in_axes, out_axes = (map(LOGICAL.get, axes) for axes in (inner, outer))
             a = jax.random.normal(rngs.params(), (config.layers, *inputs, rank), jnp.float32)
-            b = jnp.zeros((config.layers, rank, *outputs), jnp.float32)
-            a_axes, b_axes = (
-                ("layers", *(LOGICAL[c] for c in inner), None),
-                ("layers", None, *map(LOGICAL.get, outer)),
-            )
-            setattr(self, f"{name}_a", nnx.LoRAParam(a / math.sqrt(math.prod(inputs)), axes=a_axes))
-            setattr(self, f"{name}_b", nnx.LoRAParam(b, axes=b_axes))
+            a, b = a / math.sqrt(math.prod(inputs)), jnp.zeros((config.layers, rank, *outputs), jnp.float32)
+            setattr(self, f"{name}_a", nnx.LoRAParam(a, axes=("layers", *in_axes, None)))
+            setattr(self, f"{name}_b", nnx.LoRAParam(b, axes=("layers", None, *out_axes)))
 
 
 def abstract_adapters(config: DecoderConfig, lora: Lora) -> nnx.State:

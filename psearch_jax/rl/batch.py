@@ -40,8 +40,13 @@ def mini_batches(batch: TrainBatch, rollouts: int) -> list[TrainBatch]:
 
     Rows of a group are adjacent and `rollouts` is a multiple of the group size, so no group is split.
     """
-    starts = range(0, len(batch.length), rollouts)
-    return [TrainBatch(*(x[start : start + rollouts] for x in vars(batch).values())) for start in starts]
+    rows = np.arange(len(batch.length))
+    return [select_rows(batch, rows[start : start + rollouts]) for start in rows[::rollouts]]
+
+
+def select_rows(batch: TrainBatch, rows: np.ndarray) -> TrainBatch:
+    """The rows of a batch at indices `rows`."""
+    return TrainBatch(*(getattr(batch, name)[rows] for name in TrainBatch.__dataclass_fields__))
 
 
 class Place(NamedTuple):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import admit, extend, make_sampler, random_params, tiny_config
+from helpers import random_params, tiny_config
 
 from psearch_jax.models import decoder
 from psearch_jax.models.backend import Backend
@@ -106,33 +106,6 @@ def test_bfloat16_on_a_cpu_is_closer_to_float32_than_bfloat16_activations():
     exact = logits(jnp.float32, False)
     mixed, rounded = (np.abs(logits(jnp.bfloat16, is_cpu) - exact).mean() for is_cpu in (True, False))
     assert 0 < mixed < 0.8 * rounded
-
-
-@pytest.mark.parametrize("instructions", [True, False])
-def test_prompts_and_passages_read_the_weights_of_each_layer(instructions, tiny_tokenizer, monkeypatch):
-    """In 16 bits on one CPU, cached keys from the unstacked copy are those from the stacked weights."""
-    monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: instructions)
-    config, rows = tiny_config(tied=False), 4
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, scale=0.1))
-    sampler = make_sampler(tiny_tokenizer, config, dtype=jnp.bfloat16, unstack="once")
-    rng = np.random.default_rng(0)
-    ids, more = (rng.integers(3, 300, (rows, n)).astype(np.int32) for n in (16, 8))
-    keys, every = np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2), np.arange(rows, dtype=np.int32)
-
-    def caches(weights):
-        pool = sampler.prefill(weights, ids, np.full(rows, 16, np.int32))
-        state = admit(sampler, sampler.new_state(rows, 48), pool, every, keys, 8)
-        state = extend(sampler, weights, state, more, np.full(rows, 8, np.int32), 8)
-        return np.asarray(pool.cache.k), np.asarray(state.cache.k[:, :, :, :23])
-
-    weights = sampler.weights(params)
-    for ours, wanted in zip(caches(weights), caches(replace_unstacked(weights)), strict=True):
-        np.testing.assert_allclose(ours, wanted, rtol=1e-3, atol=1e-3)
-
-
-def replace_unstacked(weights):
-    """The same weights, of which the programs read the stacks."""
-    return weights._replace(unstacked=None)
 
 
 def compile_text(function, *arguments):
