@@ -22,7 +22,6 @@ def get_config() -> ConfigDict:
         reward=dict(format=0.1, decomposition=0.15, search_count=0.35),
         learning=dict(
             algorithm="ppo",
-            gamma=1.0,
             gae_lambda=1.0,
             kl_in="reward",
             kl_coefficient=0.001,

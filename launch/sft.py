@@ -13,6 +13,8 @@ the other programs take only DIR/policy. The same command resumes.
 """
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
@@ -38,107 +40,81 @@ def main(_: list[str]) -> None:
     if is_toy == bool(TRANSCRIPTS.value):
         problem = "found with configs/toy_sft.py, which makes its own" if is_toy else "none given"
         raise UserError(f"--transcripts: {problem}; accepted: a jsonl file with the config of a run")
-    if is_toy and (CHANGES.value or not EXPORT.value):
-        raise UserError("--allow_changes, --noexport: found with configs/toy_sft.py, accepted: neither of them")
-    policy = on_disk(WORKDIR.value, "--workdir") / "policy"
-    check_new(policy, "a --workdir without a policy")
+    workdir = on_disk(WORKDIR.value, "--workdir")
+    check_new(workdir / "policy", "a --workdir without a policy")
     cli.configure_jax()
     stop = StopRequest()
     try:
-        (_train_toy if is_toy else _train)(values, stop)
+        files = (_train_toy if is_toy else _train)(values, workdir, stop)
     except Interrupted as interrupted:
         cli.end_stopped(str(interrupted), stop.by_user)
+    if EXPORT.value:
+        _export(workdir, files)
 
 
-def _train(values: dict, stop: StopRequest) -> None:
-    import gc
-    from pathlib import Path
-
-    import jax
-
+def _train(values: dict[str, Any], workdir: Path, stop: StopRequest) -> dict[str, bytes]:
+    """Trains on transcripts; returns the files that an export adds."""
     from psearch_jax.assembly import build_sft
     from psearch_jax.config import from_mapping
-    from psearch_jax.models.hf import save_hf
     from psearch_jax.runtime import processes
     from psearch_jax.sft import trainer
-    from psearch_jax.text.tokenizer import Tokenizer
-    from psearch_jax.train.checkpointing.checkpoint import load_params
-    from psearch_jax.train.checkpointing.run_config import make_export_files, make_export_shape
+    from psearch_jax.train.checkpointing.run_config import make_export_files
 
     config = from_mapping(values)
     run = replace(build_sft.supervised_run(config, TRANSCRIPTS.value), stop=stop)
-    summary = trainer.train(run, WORKDIR.value, CHANGES.value)
-    if not processes.first():
-        return
+    summary = trainer.train(run, workdir, CHANGES.value)
     losses = " -> ".join(f"{loss:.3f}" for loss in summary["validation_loss"].values())
     held_out = f", loss on held-out transcripts {losses}" if losses else ""
-    print(f"{summary['steps']} steps on {summary['transcripts']} transcripts in {summary['wall_s']:.0f} s{held_out}")
-    policy = Path(WORKDIR.value) / "policy"
-    if EXPORT.value and jax.process_count() > 1:
-        command = f"launch/export_hf.py --checkpoint={WORKDIR.value} --out={policy}"
-        print(f"several processes; to write the policy: {command}")
-    elif EXPORT.value:
-        del run  # its weights are loaded again, in the host's memory: one device may be too small for all of them
-        gc.collect()
-        model, params, loop = load_params(WORKDIR.value)
-        tokenizer = Tokenizer.load(loop["tokenizer"], model.eos_ids)
-        shape = make_export_shape(model, tokenizer)
-        save_hf(params, shape, tokenizer.directory, policy, lora=_lora(loop), files=make_export_files(config))
-        print(f"{policy}: written")
+    if processes.first():
+        print(f"{summary['steps']} steps, {summary['epochs']} epochs, in {summary['wall_s']:.0f} s{held_out}")
+    return make_export_files(config)
 
 
-def _lora(loop: dict) -> object:
-    from psearch_jax.config import Lora
-
-    record = loop.get("lora")
-    return Lora(record["rank"], record["alpha"]) if record else None
-
-
-def _train_toy(values: dict, stop: StopRequest) -> None:
-    import dataclasses
-    import json
-
+def _train_toy(values: dict[str, Any], workdir: Path, stop: StopRequest) -> dict[str, bytes]:
+    """Trains the toy policy; as `_train`."""
     from psearch_jax.closed_world.toy_tokenizer import write_tokenizer
     from psearch_jax.config import from_mapping
-    from psearch_jax.models.hf import save_hf
-    from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl
-    from psearch_jax.runtime.paths import make_writable, on_disk, write_atomically
-    from psearch_jax.sft import cold_start
+    from psearch_jax.runtime.paths import make_writable
+    from psearch_jax.sft import cold_start, trainer
     from psearch_jax.text.tokenizer import Tokenizer
-    from psearch_jax.train.checkpointing.checkpoint import newest_step
-    from psearch_jax.types import UserError
     from retrieval.service import RetrievalService
 
     config = from_mapping(values, cold_start.ToySFTConfig)
-    workdir = on_disk(WORKDIR.value, "--workdir")
-    settings = workdir / "config.json"
     make_writable(workdir)
-    text = json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-    trained = newest_step(workdir)
-    if trained and settings.exists() and settings.read_text(encoding="utf-8") != text:
-        raise UserError(
-            f"{settings}: found settings that differ from --config, accepted: the same, or another --workdir"
-        )
-    write_atomically(settings, text)
-    cut_jsonl(workdir / "metrics.jsonl", trained + 1)
-    metrics = MetricsWriter(workdir)
-
-    def log(step: int, values: dict[str, float]) -> None:
-        metrics.write(step, values)
-        print(f"step {step}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items()), flush=True)
-
     write_tokenizer(workdir / "tokenizer")
     tokenizer = Tokenizer.load(workdir / "tokenizer")
     rows = cold_start.make_rows(config, tokenizer, RetrievalService.from_corpus)
     for skill, members in rows.items():
         print(f"{skill}: {len(members)} rows, {sum(len(ids) for ids, _ in members) / 1e6:.2f}M tokens", flush=True)
-    with stop.listen():
-        shape, params = cold_start.train(
-            config, tokenizer, rows, log, workdir / "checkpoints", str(workdir / "tokenizer"), stop
-        )
-    save_hf(params, shape, workdir / "tokenizer", workdir / "policy")
-    metrics.close()
-    print(f"{workdir / 'policy'}: written")
+    trainer.train(replace(cold_start.make_run(config, tokenizer, rows), stop=stop), workdir, CHANGES.value)
+    return {}
+
+
+def _export(workdir: Path, files: dict[str, bytes]) -> None:
+    """Writes the policy, from the run's last checkpoint and in the host's memory: one device may be too small."""
+    import gc
+
+    import jax
+
+    from psearch_jax.config import Lora
+    from psearch_jax.models.hf import save_hf
+    from psearch_jax.runtime import processes
+    from psearch_jax.text.tokenizer import Tokenizer
+    from psearch_jax.train.checkpointing.checkpoint import load_params
+    from psearch_jax.train.checkpointing.run_config import make_export_shape
+
+    policy = workdir / "policy"
+    if not processes.first():
+        return
+    if jax.process_count() > 1:
+        print(f"several processes; to write the policy: launch/export_hf.py --checkpoint={workdir} --out={policy}")
+        return
+    gc.collect()  # frees the run's weights
+    model, params, loop = load_params(workdir)
+    tokenizer, lora = Tokenizer.load(loop["tokenizer"], model.eos_ids), loop.get("lora")
+    adapters = Lora(lora["rank"], lora["alpha"]) if lora else None
+    save_hf(params, make_export_shape(model, tokenizer), tokenizer.directory, policy, lora=adapters, files=files)
+    print(f"{policy}: written")
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ from psearch_jax.limits import validate
 from psearch_jax.models import lora
 from psearch_jax.rl.compat import CompatReward, check_examples
 from psearch_jax.rl.rewards import PaperReward, Reward
-from psearch_jax.rollout.boundary import cached_tables
+from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.runtime import progress
-from psearch_jax.runtime.cli import CACHE_HOME, read_token
+from psearch_jax.runtime.cli import read_token
 from psearch_jax.sharding import (
     STORAGE,
     attach_shardings,
@@ -143,7 +143,7 @@ def engine(
     check_run(config, model, mesh if training else None, rollout_mesh, jax.process_count())
     with progress.step("loading the tokenizer"):
         tokenizer = load_tokenizer(config, model, path)
-    tables = cached_tables(tokenizer, CACHE_HOME / "boundary", model.vocab_rows)
+    tables = build_tables(tokenizer.token_bytes, model.vocab_rows)
     sampler = make_sampler(config, model, rollout_mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
     world, render = make_world(config), make_renderer(config, tokenizer)
     if retriever is None and needs_retriever(config):

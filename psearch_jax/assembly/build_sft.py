@@ -20,13 +20,13 @@ from psearch_jax.data.transcripts import Row, read_rows
 from psearch_jax.limits import validate
 from psearch_jax.models import hf
 from psearch_jax.runtime.paths import packaged
-from psearch_jax.sft import loop
+from psearch_jax.sft import learner
 from psearch_jax.sft.trainer import SupervisedRun
-from psearch_jax.sharding import attach_shardings, make_mesh
+from psearch_jax.sharding import make_mesh
 from psearch_jax.text.prompts import load_template
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import checkpoint, settings
-from psearch_jax.train.state import abstract_state, init_state, state_shardings
+from psearch_jax.train.state import init_state
 from psearch_jax.types import UserError
 
 
@@ -63,36 +63,35 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     tokenizer = load_tokenizer(config, model, path)
     check_run(config, model, mesh, None, processes=1)
     steps = section.epochs * (len(trained) // section.batch_rows)
-    optimizer = loop.make_optimizer(section, steps)
-    trainer = loop.SupervisedTrainer(
+    optimizer = learner.make_optimizer(section, steps)
+    trainer = learner.SupervisedTrainer(
         config,
         model,
         optimizer,
         mesh,
-        schedule=loop.cosine_schedule(section.learning_rate, steps),
+        schedule=learner.cosine_schedule(section.learning_rate, steps),
         vocabulary=tokenizer.size,
         base=params if m.lora else None,
     )
     first = init_adapters(config, model, mesh) if m.lora else params
     contents = describe_policy(m, path, tokenizer) | {
         "data.template": (config.data.template, settings.hash_texts(template or "")),
-        "transcripts": (transcripts, loop.digest(rows)),
+        "transcripts": (transcripts, learner.hash_rows(rows)),
     }
     return SupervisedRun(
-        config=config,
-        user_config=user_config,
+        config=user_config,
         trainer=trainer,
-        batches=loop.RowBatches(trained, section.batch_rows, config.seed, trainer.pack),
+        batches=learner.RowBatches(trained, section.batch_rows, config.seed, trainer.pack),
         held_out=[rows[i] for i in sorted(held)],
-        abstract=attach_shardings(
-            abstract_state(first, optimizer), state_shardings(abstract_state(first, optimizer), mesh)
-        ),
         initial_state=functools.partial(init_state, first, optimizer, mesh),
         steps=steps,
-        tokenizer_path=tokenizer.directory,
+        steps_per_epoch=steps // section.epochs,
         record={
             "model": checkpoint.model_record(model),
+            "tokenizer": tokenizer.directory,
             "settings": settings.record(config, contents),
-            "lora": checkpoint.lora_record(m, config.seed, path),
+            **({"lora": checkpoint.lora_record(m, config.seed, path)} if m.lora else {}),
         },
+        checkpoint_every_steps=config.train.checkpoint_every_steps,
+        keep_checkpoints=config.train.keep_checkpoints,
     )

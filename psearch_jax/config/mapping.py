@@ -67,6 +67,6 @@ def config_dict(**sections: Any) -> ConfigDict:
     return ConfigDict(to_mapping(from_mapping(sections)))
 
 
-def to_mapping(config: Config) -> dict[str, Any]:
+def to_mapping(config: Any) -> dict[str, Any]:
     """The inverse of `from_mapping`; the result can be written as JSON."""
     return dataclasses.asdict(config)

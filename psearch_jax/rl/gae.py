@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+GAMMA = 1.0  # a token is not discounted for the tokens that follow it, as published
+
 EPSILON = 1e-8
 
 

@@ -28,8 +28,6 @@ QUESTION_TOKENS = 32  # most questions that are asked on a terminal have no more
 class Collector(Parts):
     """Turns questions into trajectories."""
 
-    render: Callable[[Question], list[int]]  # from a question to the token ids of its prompt
-
     @classmethod
     def of(
         cls,
@@ -60,11 +58,11 @@ class Collector(Parts):
             sampler=sampler,
             tokenizer=tokenizer,
             retriever=retriever,
+            render=render,
             rollout=rollout,
             retrieval=retrieval,
             parse_turn=parse_turn or TurnParser(tokenizer, retrieval.max_sub_queries),
             shapes=SamplerShapes.of(rollout, sampler.mesh, sampler.by_length),
-            render=render,
         )
 
     def warm_up(
@@ -111,7 +109,7 @@ class Collector(Parts):
 
     def stream(self, samples: int, seed: int) -> RolloutStream:
         """A stream of batches whose rollouts may overlap; `samples` and `seed` as in `collect`."""
-        return RolloutStream(self, self.render, samples, seed)
+        return RolloutStream(self, samples, seed)
 
 
 def for_one(collector: Collector) -> tuple[Collector, int]:

@@ -15,28 +15,43 @@ from psearch_jax.types import Question, Turn
 from retrieval.protocol import Retriever
 
 
+@dataclass(frozen=True)
+class Row:
+    """The row of a rollout on the host, of n tokens; with the rollout's key, everything that continues it."""
+
+    ids: np.ndarray  # [n] int32
+    mask: np.ndarray  # [n] bool
+    logprobs: np.ndarray  # [n] float32
+    turn_left: int = 0
+    automaton: int = 0
+
+
 @dataclass
 class Rollout:
-    """The rollout in a live slot."""
+    """A rollout in progress: waiting for a slot, in one, or suspended."""
 
-    order: int  # index among all rollouts that were added
+    order: int  # index among all rollouts that were added; the question's index is order // samples
     question: Question
     sample: int
-    prompt_length: int
-    turn_start: int  # position of the first token of the current turn
+    prompt: list[int]
+    key: np.ndarray  # [2] uint32, the data of its random key
+    turn_start: int = 0  # position of the first token of the current turn
     turns: list[Turn] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # as Trajectory.versions
-    stopped: RowArrays | None = None  # its row, from a stop until the next turn begins
+    row: Row | None = None  # from a stop until the next turn begins, and while suspended
 
     @property
     def model_calls(self) -> int:
         return sum(t.n_sampled > 0 for t in self.turns)
 
-    @property
-    def stopped_length(self) -> int:
-        """The number of tokens of a stopped rollout."""
-        assert self.stopped is not None
-        return len(self.stopped.ids)
+    def read_row(self) -> Row:
+        """The row of a stopped or suspended rollout."""
+        assert self.row is not None
+        return self.row
+
+    def from_prompt(self) -> Rollout:
+        """The same rollout from its beginning."""
+        return Rollout(self.order, self.question, self.sample, self.prompt, self.key, len(self.prompt))
 
     def sample_from(self, position: int, version: int) -> None:
         """Records that tokens from this position on are sampled with the weights of a version."""
@@ -56,39 +71,11 @@ class Parts:
     sampler: Sampler
     tokenizer: Tokenizer
     retriever: Retriever | None  # None if the budgets allow no search
+    render: Callable[[Question], list[int]]  # from a question to the token ids of its prompt
     rollout: RolloutSection
     retrieval: RetrievalSection
     parse_turn: ParseTurn
     shapes: SamplerShapes
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A rollout that waits for a slot."""
-
-    order: int  # the question's index is order // samples
-    question: Question
-    sample: int
-    prompt: list[int]
-    key: np.ndarray  # [2] uint32
-
-
-@dataclass(frozen=True)
-class Suspended:
-    """A rollout that was taken out of its slot in the middle of a turn, with everything that continues it."""
-
-    rollout: Rollout
-    ids: np.ndarray  # [n] int32
-    mask: np.ndarray  # [n] bool
-    logprobs: np.ndarray  # [n] float32
-    key: np.ndarray  # [2] uint32
-    turn_left: int
-    automaton: int
-
-    def from_prompt(self) -> Waiting:
-        """The same rollout from its beginning."""
-        r = self.rollout
-        return Waiting(r.order, r.question, r.sample, self.ids[: r.prompt_length].tolist(), self.key)
 
 
 @dataclass
@@ -130,13 +117,14 @@ class Usage:
         return costs | {"search_s": self.search_s, "host_s": self.host_s}
 
 
-def stack_rows(suspended: Mapping[int, Suspended], rows: int, positions: int) -> tuple[RowArrays, np.ndarray]:
-    """Suspended rollouts by slot as the rows of all slots, and their lengths [B]; the other slots are empty."""
+def stack_rows(rollouts: Mapping[int, Rollout], rows: int, positions: int) -> tuple[RowArrays, np.ndarray, np.ndarray]:
+    """Suspended rollouts by slot as the rows of all slots, with keys [B, 2] and lengths [B]; the rest are empty."""
     known = (np.zeros((rows, positions), dtype) for dtype in (np.int32, bool, np.float32))
-    turn_left, automaton, length = (np.zeros(rows, np.int32) for _ in range(3))
-    arrays = RowArrays(*known, turn_left, automaton, np.zeros((rows, 2), np.uint32))
-    for slot, one in suspended.items():
-        n = length[slot] = len(one.ids)
-        arrays.ids[slot, :n], arrays.mask[slot, :n], arrays.logprobs[slot, :n] = one.ids, one.mask, one.logprobs
-        turn_left[slot], automaton[slot], arrays.key[slot] = one.turn_left, one.automaton, one.key
-    return arrays, length
+    arrays = RowArrays(*known, np.zeros(rows, np.int32), np.zeros(rows, np.int32))
+    keys, length = np.zeros((rows, 2), np.uint32), np.zeros(rows, np.int32)
+    for slot, rollout in rollouts.items():
+        row = rollout.read_row()
+        n = length[slot] = len(row.ids)
+        arrays.ids[slot, :n], arrays.mask[slot, :n], arrays.logprobs[slot, :n] = row.ids, row.mask, row.logprobs
+        arrays.turn_left[slot], arrays.automaton[slot], keys[slot] = row.turn_left, row.automaton, rollout.key
+    return arrays, keys, length

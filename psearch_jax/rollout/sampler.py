@@ -44,7 +44,6 @@ from psearch_jax.rollout.sampler_programs import (
     SamplerState,
     SamplingWeights,
     StopTables,
-    YieldLimits,
     choose_at_random,
 )
 from psearch_jax.runtime.compiling import Program, abstract
@@ -197,8 +196,8 @@ class Sampler:
         """
         rows, positions = state.ids.shape
         temperatures = np.full(rows, temperature, np.float32)
-        limits = YieldLimits(np.bool_(refill), np.int32(awaiting_search), np.int32(max_steps))
-        return self._generate(weights, self._tables, state, temperatures, limits, span or positions)
+        limits = (np.bool_(refill), np.int32(awaiting_search), np.int32(max_steps))
+        return self._generate(weights, self._tables, state, temperatures, *limits, span or positions)
 
     def programs(
         self, shapes: SamplerShapes, weights: SamplingWeights | None = None, suspends: bool = False
@@ -217,15 +216,14 @@ class Sampler:
         )
         B, S, P, R = shapes.slots, shapes.positions, shapes.pool_rows, shapes.slots_per_call
         i32 = functools.partial(_array, np.int32)
-        rows = RowArrays(i32(B, S), _array(bool, B, S), _array(np.float32, B, S), i32(B), i32(B), _keys(B))
-        limits = YieldLimits(_array(bool), i32(), i32())
-        temperatures = _array(np.float32, B)
+        rows = RowArrays(i32(B, S), _array(bool, B, S), _array(np.float32, B, S), i32(B), i32(B))
+        temperatures, limits = _array(np.float32, B), (_array(bool), i32(), i32())
 
         def pool(width: int) -> SamplerState:
             return self.abstract_state(P, width)
 
         calls: list[tuple[str, tuple[int, ...], Callable[[int], tuple[Any, ...]]]] = [
-            ("generate", shapes.spans, lambda span: (w, tables, state, temperatures, limits, span)),
+            ("generate", shapes.spans, lambda span: (w, tables, state, temperatures, *limits, span)),
             ("prefill", shapes.prompts, lambda width: (w, i32(P, width), i32(P))),
             ("admit", shapes.prompts, lambda width: (state, pool(width), i32(R), i32(R), _keys(R), i32())),
             ("extend", shapes.observations, lambda width: (w, state, i32(R), i32(R, width), i32(R), i32())),
@@ -235,7 +233,7 @@ class Sampler:
         ]
         if suspends:
             calls += [
-                ("restore", (0,), lambda _: (state, rows, i32(B))),
+                ("restore", (0,), lambda _: (state, rows, _keys(B), i32(B))),
                 ("refresh", shapes.observations[-1:], lambda width: (w, state, i32(R), i32(), width)),
             ]
         return [Program(name, self._jitted[name], arguments, self.mesh, widths) for name, widths, arguments in calls]

@@ -89,12 +89,11 @@ class SamplerOptions:
 
 
 class RowArrays(NamedTuple):
-    """What continues R rollouts in other slots, apart from their caches.
+    """What continues R rollouts in other slots, apart from their keys and caches.
 
     Attributes:
       ids, mask, logprobs: [R, S], as in `SamplerState`.
       turn_left, automaton: [R] int32.
-      key: [R, 2] uint32, the data of the keys.
     """
 
     ids: Any
@@ -102,7 +101,6 @@ class RowArrays(NamedTuple):
     logprobs: Any
     turn_left: Any
     automaton: Any
-    key: Any
 
 
 class SamplingWeights(NamedTuple):
@@ -125,16 +123,6 @@ class StopTables:
     next: jax.Array  # [A + 1, V] int
     hit: jax.Array  # [A + 1, V] int
     stop: jax.Array  # [V] bool
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class YieldLimits:
-    """When a call of `generate` returns to the host although rows are still running."""
-
-    refill: jax.Array  # [] bool, finished rows count as waiting, because rollouts wait for a slot
-    awaiting_search: jax.Array  # [] int32, parked rows that do not count as waiting
-    max_steps: jax.Array  # [] int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,19 +272,18 @@ class SamplerPrograms:
 
     def read(self, state: SamplerState, slots: jax.Array) -> RowArrays:
         """The rows in `slots` [R] int32, on every device; at -1 an arbitrary row."""
-        rows = [take_rows(getattr(state, name), slots) for name in RowArrays._fields if name != "key"]
-        return RowArrays(*rows, key=take_rows(jax.random.key_data(state.key), slots))
+        return RowArrays(*(take_rows(getattr(state, name), slots) for name in RowArrays._fields))
 
-    def restore(self, state: SamplerState, rows: RowArrays, length: jax.Array) -> SamplerState:
+    def restore(self, state: SamplerState, rows: RowArrays, keys: jax.Array, length: jax.Array) -> SamplerState:
         """Puts a row into every slot. The caches are then wrong until `refresh`.
 
         Args:
           rows: B rows.
+          keys: [B, 2] uint32 key data.
           length: [B] int32; a slot with 0 is empty.
         """
         status = jnp.where(length > 0, jnp.int32(Status.RUNNING), Status.EMPTY)
-        arrays = rows._asdict() | {"key": jax.random.wrap_key_data(rows.key)}
-        return replace(state, **arrays, length=length, status=status)
+        return replace(state, **rows._asdict(), key=jax.random.wrap_key_data(keys), length=length, status=status)
 
     def refresh(
         self, weights: SamplingWeights, state: SamplerState, slots: jax.Array, start: jax.Array, width: int
@@ -331,10 +318,13 @@ class SamplerPrograms:
         weights: SamplingWeights,
         tables: StopTables,
         state: SamplerState,
-        temperature: jax.Array,  # [B]
-        limits: YieldLimits,
+        temperature: jax.Array,
+        refill: jax.Array,
+        awaiting_search: jax.Array,
+        max_steps: jax.Array,
         span: int,
     ) -> SamplerState:
+        """As `Sampler.generate`, with a temperature per row: [B] float32."""
         model, unstacked = nnx.merge(self.graph, weights.params), weights.unstacked
         if self.backend.unstack == "per_call":
             unstacked = model.unstack()
@@ -344,9 +334,9 @@ class SamplerPrograms:
             running = jnp.sum(state.status == Status.RUNNING)
             parked = jnp.isin(state.status, PARKED)
             finished = (state.status != Status.EMPTY) & (state.status != Status.RUNNING) & ~parked
-            waiting = jnp.sum(parked) - limits.awaiting_search + limits.refill * jnp.sum(finished)
+            waiting = jnp.sum(parked) - awaiting_search + refill * jnp.sum(finished)
             enough = waiting >= self.options.yield_share * (running + waiting)
-            return (running > 0) & ~enough & (state.steps - first_step < limits.max_steps)
+            return (running > 0) & ~enough & (state.steps - first_step < max_steps)
 
         def decode(state: SamplerState) -> SamplerState:
             return self._decode(model, unstacked, tables, temperature, span, state)
@@ -390,7 +380,7 @@ class SamplerPrograms:
         logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]
         logits = jnp.maximum(logits, NEG_INF)  # the division may have turned the mask into -inf
         choice = self.choose(sampling.filter_logits(logits, self.options.top_k, self.options.top_p), state)
-        token = jnp.where(greedy, sampling.likeliest(logits), choice)
+        token = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), choice)
         logprob = sampling.log_probability(logits, token)
 
         write_at = jnp.where(sampled, state.length, S)

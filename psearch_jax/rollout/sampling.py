@@ -49,26 +49,11 @@ def _choose(logits: jax.Array, uniform: jax.Array, split: str | None) -> jax.Arr
         mass = jax.lax.all_gather(mass, split, axis=1, tiled=True)  # of every device's blocks, in order
     target = uniform * jnp.sum(mass, axis=-1)
     chosen, before = _invert(mass, target)
-    own = chosen - _index(split) * blocks
-    inside = jnp.take_along_axis(p, jnp.clip(own, 0, blocks - 1)[:, None, None], axis=1)[:, 0]
-    inside = _over_all(jnp.where(((own >= 0) & (own < blocks))[:, None], inside, 0.0), split)
+    local = chosen - _index(split) * blocks
+    inside = jnp.take_along_axis(p, jnp.clip(local, 0, blocks - 1)[:, None, None], axis=1)[:, 0]
+    inside = _over_all(jnp.where(((local >= 0) & (local < blocks))[:, None], inside, 0.0), split)
     offset, _ = _invert(inside, target - before)
     return (chosen // blocks * V + chosen % blocks * block + offset).astype(jnp.int32)
-
-
-def likeliest(logits: jax.Array) -> jax.Array:
-    """The first token with the largest logit of each row, as `jnp.argmax`, whose reduction of pairs takes four times
-    as long on a CPU.
-
-    Args:
-      logits: [B, V] float32. A row with NaN gets the last token.
-
-    Returns:
-      [B] int32.
-    """
-    V = logits.shape[-1]
-    largest = logits == jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(largest, jnp.arange(V, dtype=jnp.int32), V - 1), axis=-1)
 
 
 def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
@@ -85,9 +70,9 @@ def _log_probability(logits: jax.Array, token: jax.Array, split: str | None) -> 
     V = logits.shape[1]
     maximum = _over_all(jnp.max(logits, axis=-1), split, jax.lax.pmax)
     total = _over_all(jnp.sum(jnp.exp(logits - maximum[:, None]), axis=-1), split)
-    own = token - _index(split) * V
-    chosen = jnp.take_along_axis(logits, jnp.clip(own, 0, V - 1)[:, None], axis=1)[:, 0]
-    return _over_all(jnp.where((own >= 0) & (own < V), chosen, 0.0), split) - maximum - jnp.log(total)
+    local = token - _index(split) * V
+    chosen = jnp.take_along_axis(logits, jnp.clip(local, 0, V - 1)[:, None], axis=1)[:, 0]
+    return _over_all(jnp.where((local >= 0) & (local < V), chosen, 0.0), split) - maximum - jnp.log(total)
 
 
 def _by_columns(f: Callable[..., jax.Array], logits: jax.Array, per_row: jax.Array) -> jax.Array:
@@ -96,11 +81,12 @@ def _by_columns(f: Callable[..., jax.Array], logits: jax.Array, per_row: jax.Arr
     rows, split = (None, None) if mesh.empty else spec(("rows", "vocab"), COMPUTE, mesh, logits.shape)
     if split is None or mesh.shape[split] == 1:
         return f(logits, per_row, None)
-    place = PartitionSpec(rows)
-    local = functools.partial(f, split=split)
-    return jax.shard_map(local, in_specs=(PartitionSpec(rows, split), place), out_specs=place, check_vma=False)(
-        logits, per_row
-    )
+    return jax.shard_map(
+        functools.partial(f, split=split),
+        in_specs=(PartitionSpec(rows, split), PartitionSpec(rows)),
+        out_specs=PartitionSpec(rows),
+        check_vma=False,
+    )(logits, per_row)
 
 
 def _over_all(x: jax.Array, split: str | None, reduce: Callable = jax.lax.psum) -> jax.Array:

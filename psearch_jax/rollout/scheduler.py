@@ -27,9 +27,9 @@ import numpy as np
 from psearch_jax.models.buckets import pick
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import TOKENS_AFTER_ANSWER
-from psearch_jax.rollout.rollouts import Parts, Rollout, Suspended, Usage, Waiting, stack_rows
+from psearch_jax.rollout.rollouts import Parts, Rollout, Row, Usage, stack_rows
 from psearch_jax.rollout.sampler import NO_STEP_LIMIT
-from psearch_jax.rollout.sampler_programs import RowArrays, SamplerState, SamplingWeights, Status
+from psearch_jax.rollout.sampler_programs import SamplerState, SamplingWeights, Status
 from psearch_jax.rollout.search import Passages, Queries, SearchPolicy
 from psearch_jax.rollout.turns import End, Search, decide
 from psearch_jax.runtime import processes
@@ -81,14 +81,14 @@ class RolloutScheduler:
         samples: int,
         seed: int,
         added: int = 0,
-        waiting: Iterable[Waiting] = (),
+        waiting: Iterable[Rollout] = (),
         results: Mapping[int, Trajectory] | None = None,
     ):
         self.parts, self.search, self.samples = parts, search, samples
         self.settings, self.sampler = parts.rollout, parts.sampler
         self.rows, self._turn_tokens = self.settings.slots, np.int32(self.settings.turn_tokens)
         share, me = self.rows // jax.process_count(), jax.process_index()
-        self.own_slots = range(me * share, (me + 1) * share)
+        self.local_slots = range(me * share, (me + 1) * share)
         self.usage = Usage(share)
         self.live: dict[int, Rollout] = {}
         self.results: dict[int, Trajectory] = dict(results or {})
@@ -98,21 +98,16 @@ class RolloutScheduler:
         obs_tokens, tokenizer, message = self.settings.obs_tokens, parts.tokenizer, tags.CORRECTIVE_MESSAGE
         self._corrective = tokenizer.encode_foreign(message)[:obs_tokens]
         self._corrective_after_eos = tokenizer.next_user_message(message.strip(), obs_tokens)
-        self.waiting: deque[Waiting] = deque(waiting)
+        self.waiting: deque[Rollout] = deque(waiting)
         self._dropped: set[int] = set()  # orders of rollouts that still have to be ended
         self.starts: dict[int, int] = {}  # slot -> start of its turn, for live slots of all processes
         self._pool: SamplerState | None = None
         self._pool_rows: dict[int, int] = {}  # index of a question -> row of the pool
-        self._ended: set[int] = set()  # own slots whose rollout has ended but whose row is not emptied yet
+        self._ended: set[int] = set()  # local slots whose rollout has ended but whose row is not emptied yet
         self._refill = False  # some process has rollouts that wait for a slot
         self._awaiting_search: set[int] = set()  # slots of all processes that wait for a search while others decode
 
-    def resume(
-        self,
-        weights: SamplingWeights,
-        version: int = 0,
-        suspended: Sequence[Suspended] = (),
-    ) -> None:
+    def resume(self, weights: SamplingWeights, version: int = 0, suspended: Sequence[Rollout] = ()) -> None:
         """Opens the slots with a policy, and continues suspended rollouts in them.
 
         Their keys and values are computed again: from here on the policy conditions on its own. Rollouts for which
@@ -125,25 +120,25 @@ class RolloutScheduler:
         """
         self.weights, self.version = weights, version
         self.state = self.sampler.new_state(self.rows, self.settings.context_tokens)
-        own = dict(zip(self.own_slots, suspended, strict=False))
-        self.waiting.extendleft(one.from_prompt() for one in reversed(suspended[len(own) :]))
-        restored = {slot: one for part in processes.allgather(lambda: own) for slot, one in part.items()}
+        local = dict(zip(self.local_slots, suspended, strict=False))
+        self.waiting.extendleft(reversed(suspended[len(local) :]))
+        restored = {slot: rollout for part in processes.allgather(lambda: local) for slot, rollout in part.items()}
         if not restored:
             return
-        self.starts = {slot: one.rollout.turn_start for slot, one in restored.items()}
-        for slot, one in own.items():
-            rollout = replace(one.rollout, turns=list(one.rollout.turns), versions=list(one.rollout.versions))
-            rollout.sample_from(len(one.ids), version)
-            self.live[slot] = rollout
-        rows, length = stack_rows(restored, self.rows, self.settings.context_tokens)
-        self.state = self.sampler.restore(self.state, rows, length)
+        self.starts = {slot: rollout.turn_start for slot, rollout in restored.items()}
+        for slot, rollout in local.items():
+            versions = list(rollout.versions)
+            self.live[slot] = replace(rollout, turns=list(rollout.turns), versions=versions, row=None)
+            self.live[slot].sample_from(len(rollout.read_row().ids), version)
+        rows, keys, length = stack_rows(restored, self.rows, self.settings.context_tokens)
+        self.state = self.sampler.restore(self.state, rows, keys, length)
         width = self.parts.shapes.observations[-1]
         for slots in self._slot_batches(sorted(restored, key=lambda b: length[b])):
             for start in range(0, max(length[b] for b in slots if b >= 0) - 1, width):
                 self.state = self.sampler.refresh(self.weights, self.state, slots, np.int32(start), width)
                 self.usage.refreshed += slots.size * width
 
-    def suspend(self) -> list[Suspended]:
+    def suspend(self) -> list[Rollout]:
         """Takes all rollouts out of their slots, in the middle of a turn, and frees the slots' memory.
 
         Searches in progress are completed first.
@@ -152,12 +147,9 @@ class RolloutScheduler:
             self.advance_stopped_rows()
         steps, row_steps, length = processes.fetch((self.state.steps, self.state.row_steps, self.state.length))
         self.usage.decode_steps += int(steps)
-        self.usage.row_steps += int(row_steps[list(self.own_slots)].sum())
+        self.usage.row_steps += int(row_steps[list(self.local_slots)].sum())
         rows = self._read(sorted(self.starts), length)
-        suspended = [
-            Suspended(rollout, row.ids, row.mask, row.logprobs, row.key, int(row.turn_left), int(row.automaton))
-            for rollout, row in ((rollout, rows[b]) for b, rollout in self.live.items())
-        ]
+        suspended = [replace(rollout, row=rows[b]) for b, rollout in self.live.items()]
         self.live, self.starts, self._pool_rows, self._ended = {}, {}, {}, set()
         del self.state, self.weights
         self._pool = None
@@ -169,20 +161,22 @@ class RolloutScheduler:
         Args:
           step: part of the random key of these rollouts.
         """
-        new: list[tuple[int, Question, int, list[int]]] = []
+        if not questions:
+            return
+        words = [sampling.id_words(q.source, q.id) for q in questions for _ in range(self.samples)]
+        samples = [*range(self.samples)] * len(questions)
+        keys = iter(sampling.row_keys(self.seed, step, words, samples))
         for question, prompt in zip(questions, prompts, strict=True):
-            cut = np.asarray(prompt[: self.settings.prompt_tokens], np.int32)
+            cut = prompt[: self.settings.prompt_tokens]
             for sample in range(self.samples):
-                order, self.added = self.added, self.added + 1
+                rollout = Rollout(self.added, question, sample, cut, next(keys))
+                self.added += 1
                 if len(cut) == len(prompt):
-                    new.append((order, question, sample, prompt))
+                    self.waiting.append(rollout)
                 else:
-                    rollout = Rollout(order, question, sample, len(cut), len(cut))
-                    self._finish(rollout, "truncated", cut, np.zeros(len(cut), bool), np.zeros(len(cut), np.float32))
-        if new:
-            words = [sampling.id_words(question.source, question.id) for _, question, _, _ in new]
-            keys = sampling.row_keys(self.seed, step, words, [sample for _, _, sample, _ in new])
-            self.waiting.extend(Waiting(*one, key) for one, key in zip(new, keys, strict=True))
+                    ids, n = np.asarray(cut, np.int32), len(cut)
+                    rollout.row = Row(ids, np.zeros(n, bool), np.zeros(n, np.float32))
+                    self._finish(rollout, "truncated")
 
     def drop(self, order: int) -> None:
         """Cancels a rollout that nobody waits for any more; it gets no result. For a single process only."""
@@ -222,28 +216,27 @@ class RolloutScheduler:
         return bool(self.starts)
 
     def _next_admissions(self, check: Callable[[], None] | None) -> _Admissions:
-        """Fills own free slots from the pool as far as possible and empties the other ended ones, which `generate`
+        """Fills free local slots from the pool as far as possible and empties the other ended ones, which `generate`
         would otherwise count as waiting forever."""
         if check:
             check()
         self._end_dropped()
         admissions = _Admissions(dict.fromkeys(self._ended, -2), {}, {}, False, False)
         self._ended.clear()
-        free = [b for b in self.own_slots if b not in self.live]
+        free = [b for b in self.local_slots if b not in self.live]
         while free and self.waiting and self.waiting[0].order // self.samples in self._pool_rows:
-            one, slot = self.waiting.popleft(), free.pop(0)
-            length = len(one.prompt)
-            admissions.source[slot] = self._pool_rows[one.order // self.samples]
-            admissions.keys[slot], admissions.starts[slot] = one.key, length
-            rollout = self.live[slot] = Rollout(one.order, one.question, one.sample, length, length)
-            rollout.sample_from(length, self.version)
+            rollout, slot = self.waiting.popleft().from_prompt(), free.pop(0)
+            rollout.sample_from(rollout.turn_start, self.version)
+            self.live[slot] = rollout
+            admissions.source[slot] = self._pool_rows[rollout.order // self.samples]
+            admissions.keys[slot], admissions.starts[slot] = rollout.key, rollout.turn_start
         return replace(admissions, lacking=bool(free and self.waiting), more=bool(self.waiting))
 
     def _end_dropped(self) -> None:
         """Ends dropped rollouts; rows that wait for a search end once their passages have arrived."""
         if not self._dropped:
             return
-        self.waiting = deque(one for one in self.waiting if one.order not in self._dropped)
+        self.waiting = deque(rollout for rollout in self.waiting if rollout.order not in self._dropped)
         pending = self._dropped & set(self.search.pending)
         for b in [b for b, rollout in self.live.items() if rollout.order in self._dropped - pending]:
             del self.live[b], self.starts[b]
@@ -254,8 +247,8 @@ class RolloutScheduler:
         """Fills every process's share of the pool with its next prompts."""
         rows = self.parts.shapes.pool_rows
         share = rows // jax.process_count()
-        own = dict(list({one.order // self.samples: one.prompt for one in self.waiting}.items())[:share])
-        prompts = processes.allgather(lambda: list(own.values()))
+        local = dict(list({r.order // self.samples: r.prompt for r in self.waiting}.items())[:share])
+        prompts = processes.allgather(lambda: list(local.values()))
         width = pick(self.parts.shapes.prompts, max(len(prompt) for part in prompts for prompt in part))
         ids, n = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
         for process, part in enumerate(prompts):
@@ -265,7 +258,7 @@ class RolloutScheduler:
         self._pool = None  # free the old pool before the next one is computed
         self._pool = self.sampler.prefill(self.weights, ids, n)
         self.usage.prefilled += ids.size
-        self._pool_rows = {group: row for row, group in enumerate(own, jax.process_index() * share)}
+        self._pool_rows = {group: row for row, group in enumerate(local, jax.process_index() * share)}
 
     def _admit(self, source: dict[int, int], keys: dict[int, np.ndarray]) -> None:
         if self._pool is None:  # slots are emptied before the first prompt is prefilled
@@ -302,7 +295,7 @@ class RolloutScheduler:
                 if rollout.order in passages:
                     asked, retrieved = queries[rollout.order], passages[rollout.order]
                     rollout.turns.append(Turn("", "search", True, asked, retrieved))
-                    chunks[b] = self._observation(asked, retrieved, rollout.prompt_length)
+                    chunks[b] = self._observation(asked, retrieved, len(rollout.prompt))
             return _Continuations(chunks, set(), set())
 
         self._append(processes.allgather(search_questions), self.starts)
@@ -344,26 +337,25 @@ class RolloutScheduler:
         self._append(continuations, length)
         self.usage.host_s += time.monotonic() - began - (self.usage.search_s - searched)
 
-    def _read(self, slots: Sequence[int], length: np.ndarray) -> dict[int, RowArrays]:
-        """The rows in slots of all processes, cut to their lengths."""
-        rows: dict[int, RowArrays] = {}
+    def _read(self, slots: Sequence[int], length: np.ndarray) -> dict[int, Row]:
+        """The rows in slots of all processes."""
+        rows: dict[int, Row] = {}
         for batch in self._slot_batches(slots):
             arrays = jax.device_get(self.sampler.read(self.state, batch))
             for r, b in enumerate(batch.tolist()):
                 if b >= 0:  # copies, so that a row does not keep the others in memory
-                    ids, mask, logprobs, *rest = (x[r].copy() for x in arrays)
-                    known = (x[: length[b]] for x in (ids, mask, logprobs))
-                    rows[b] = RowArrays(*known, *rest)
+                    ids, mask, logprobs = (x[r, : length[b]].copy() for x in arrays[:3])
+                    rows[b] = Row(ids, mask, logprobs, int(arrays.turn_left[r]), int(arrays.automaton[r]))
         return rows
 
-    def _advance(self, rows: Mapping[int, RowArrays], status: np.ndarray) -> _Continuations:
+    def _advance(self, rows: Mapping[int, Row], status: np.ndarray) -> _Continuations:
         """Decides how this process's stopped rows continue, and searches for those that asked to."""
         before = set(self.live)
         queries: dict[int, tuple[str, ...]] = {}  # by rollout
         chunks: dict[int, list[int]] = {}
         for b in [b for b in self.live if b in rows]:
             rollout, row, how = self.live[b], rows[b], Status(status[b])
-            rollout.stopped = row
+            rollout.row = row
             turn = self.parts.parse_turn(rollout, row.ids[rollout.turn_start :], how)
             decision = decide(turn, how, rollout.model_calls, self.settings.search_turns)
             rollout.turns.append(replace(turn, queries=(), passages=()) if isinstance(decision, End) else turn)
@@ -379,22 +371,19 @@ class RolloutScheduler:
             b = slots[order]
             rollout = self.live[b]
             rollout.turns[-1] = replace(rollout.turns[-1], passages=passages)
-            chunks[b] = self._observation(rollout.turns[-1].queries, passages, rollout.stopped_length)
+            chunks[b] = self._observation(rollout.turns[-1].queries, passages, len(rollout.read_row().ids))
         limit = self.settings.context_tokens
-        for b in [b for b, chunk in chunks.items() if self.live[b].stopped_length + len(chunk) >= limit]:
+        for b in [b for b, chunk in chunks.items() if len(self.live[b].read_row().ids) + len(chunk) >= limit]:
             del chunks[b]
             self._end(b, "truncated")
         for b in chunks:
-            self.live[b].stopped = None
+            self.live[b].row = None
         pending = {slots[order] for order in self.search.pending}
         return _Continuations(chunks, before - set(self.live), pending)
 
     def _end(self, b: int, status: EndStatus) -> None:
         self._ended.add(b)
-        rollout = self.live.pop(b)
-        row = rollout.stopped
-        assert row is not None
-        self._finish(rollout, status, row.ids, row.mask, row.logprobs)
+        self._finish(self.live.pop(b), status)
 
     def _exchange(self, queries: Queries) -> Passages:
         began, searching = time.monotonic(), {*queries, *self.search.pending}
@@ -429,10 +418,10 @@ class RolloutScheduler:
             if b in self.live:
                 self.live[b].turn_start = self.starts[b]
 
-    def _finish(self, rollout: Rollout, status: EndStatus, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray):
-        if rollout.order in self._dropped:
-            return
-        turns, versions = tuple(rollout.turns), tuple(rollout.versions)
-        self.results[rollout.order] = Trajectory(
-            rollout.question, rollout.sample, status, turns, ids, mask, logprobs, rollout.prompt_length, versions
-        )
+    def _finish(self, rollout: Rollout, status: EndStatus) -> None:
+        if rollout.order not in self._dropped:
+            turns, versions, row = tuple(rollout.turns), tuple(rollout.versions), rollout.read_row()
+            known, n = (row.ids, row.mask, row.logprobs), len(rollout.prompt)
+            self.results[rollout.order] = Trajectory(
+                rollout.question, rollout.sample, status, turns, *known, n, versions
+            )

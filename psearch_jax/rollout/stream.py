@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from psearch_jax.rollout.rollouts import Parts, Progress, Suspended, Usage, Waiting
+from psearch_jax.rollout.rollouts import Parts, Progress, Rollout, Usage
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.rollout.search import BatchedSearch, BatchRetriever, OverlappedSearch, SearchPolicy
@@ -26,11 +26,11 @@ from psearch_jax.types import Question, Trajectory
 class InFlight:
     """All rollouts of a stream between two calls of `collect`, of one process."""
 
-    added: int  # number of rollouts ever added
-    batches: tuple[range, ...]  # the orders of the rollouts of each batch
-    waiting: tuple[Waiting, ...]
-    suspended: tuple[Suspended, ...]
-    results: dict[int, Trajectory]
+    added: int = 0  # number of rollouts ever added
+    batches: tuple[range, ...] = ()  # the orders of the rollouts of each batch
+    waiting: tuple[Rollout, ...] = ()
+    suspended: tuple[Rollout, ...] = ()
+    results: dict[int, Trajectory] = field(default_factory=dict)
 
 
 class RolloutStream:
@@ -38,16 +38,13 @@ class RolloutStream:
 
     Args:
       parts: components and settings.
-      render: from a question to the token ids of its prompt.
       samples: R, rollouts per question.
       seed: part of every rollout's random key.
     """
 
-    def __init__(self, parts: Parts, render: Callable[[Question], list[int]], samples: int, seed: int):
-        self._render = render
-        self._scheduler = RolloutScheduler(parts, search_policy(parts), samples=samples, seed=seed)
-        self._batches: deque[range] = deque()  # of this process
-        self._suspended: list[Suspended] = []
+    def __init__(self, parts: Parts, samples: int, seed: int):
+        self._parts, self._samples, self._seed = parts, samples, seed
+        self.restore(InFlight())
 
     def __len__(self) -> int:
         """Number of batches that were added and not collected yet."""
@@ -60,7 +57,9 @@ class RolloutStream:
           step: part of the random key of these rollouts.
         """
         prompts: list[list[int]] = []
-        processes.allgather(lambda: prompts.extend(map(self._render, questions)))  # an error in one is raised in all
+        processes.allgather(
+            lambda: prompts.extend(map(self._parts.render, questions))
+        )  # an error in one is raised in all
         first = self._scheduler.added
         self._scheduler.add(questions, prompts, step)
         self._batches.append(range(first, self._scheduler.added))
@@ -113,7 +112,7 @@ class RolloutStream:
 
     def spent(self) -> Usage:
         """The cost since the last call."""
-        spent, self._scheduler.usage = self._scheduler.usage, Usage(len(self._scheduler.own_slots))
+        spent, self._scheduler.usage = self._scheduler.usage, Usage(len(self._scheduler.local_slots))
         return spent
 
     def in_flight(self) -> InFlight:
@@ -124,17 +123,16 @@ class RolloutStream:
 
     def restore(self, saved: InFlight) -> None:
         """Continues from the rollouts of `in_flight`, also of a stream that failed in `collect`."""
-        old = self._scheduler
+        self._batches, self._suspended = deque(saved.batches), list(saved.suspended)
         self._scheduler = RolloutScheduler(
-            old.parts,
-            search_policy(old.parts),
-            samples=old.samples,
-            seed=old.seed,
+            self._parts,
+            search_policy(self._parts),
+            samples=self._samples,
+            seed=self._seed,
             added=saved.added,
             waiting=saved.waiting,
             results=saved.results,
         )
-        self._batches, self._suspended = deque(saved.batches), list(saved.suspended)
 
 
 def search_policy(parts: Parts) -> SearchPolicy:

@@ -1,4 +1,4 @@
-"""The cold start of the toy policy: supervised fine-tuning (sft.py) on exercises and scripted trajectories.
+"""The cold start of the toy policy: supervised fine-tuning on exercises and scripted trajectories.
 
 Every batch trains one skill. Exercises dominate early and trajectories later, but no skill ever stops, because skills
 that are no longer trained are forgotten. Each row is renamed when it is drawn (names.py), so names do not repeat and
@@ -7,11 +7,9 @@ the policy must copy them from the context.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -36,32 +34,22 @@ from psearch_jax.config.setting import SEED, setting
 from psearch_jax.data.transcripts import Row
 from psearch_jax.limits import check_fields
 from psearch_jax.models import decoder
-from psearch_jax.sft.loop import FitOptions, SupervisedTrainer, fit
+from psearch_jax.sft.learner import SupervisedTrainer
+from psearch_jax.sft.trainer import SupervisedRun
 from psearch_jax.sharding import make_mesh
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
-from psearch_jax.train.checkpointing.preemption import StopRequest
+from psearch_jax.train.checkpointing.checkpoint import model_record
 from psearch_jax.train.state import init_state
 from psearch_jax.types import KINDS, Kind, MicroBatch, Question
 from retrieval.protocol import Passage, Retriever
 
-log = logging.getLogger("psearch_jax")
-
 SKILLS = ("copying", "looking_up", "judging", "recalling", "reading", "trajectories")
 
-
-@dataclass(frozen=True)
-class Phase:
-    """A phase of the curriculum: its share of the steps, and the sampling weights of SKILLS."""
-
-    share: float
-    weights: tuple[float, ...]
-
-
+# The curriculum: of each phase, its share of the steps and the sampling weights of SKILLS.
 PHASES = (
-    Phase(0.03, (0.60, 0.40, 0.00, 0.00, 0.00, 0.00)),
-    Phase(0.20, (0.08, 0.21, 0.28, 0.03, 0.20, 0.20)),
-    Phase(0.77, (0.03, 0.06, 0.15, 0.03, 0.20, 0.53)),
+    (0.03, (0.60, 0.40, 0.00, 0.00, 0.00, 0.00)),
+    (0.20, (0.08, 0.21, 0.28, 0.03, 0.20, 0.20)),
+    (0.77, (0.03, 0.06, 0.15, 0.03, 0.20, 0.53)),
 )
 # Initial values (see `starting_params`).
 LOOKING_BACK = (1, 2, 3)  # offset, in tokens, that each of the first heads of layer 0 attends back to
@@ -73,9 +61,7 @@ _FAST_PAIRS = 6  # rotary dimension pairs whose angles differ clearly between ne
 # The recipe of the shipped policy.
 FIRST_WORLD = 1000  # seed of the first of the worlds, with consecutive seeds, that trajectories are about
 SHARES: dict[Kind, float] = {"parallel": 0.42, "sequential": 0.32, "mixed": 0.06}  # of trajectories; the rest: single
-SIZES = dict(
-    enumerate((0.36, 0.22, 0.14, 0.08, 0.07, 0.07, 0.06), start=2)
-)  # shares of comparisons of 2 to 8 entities
+SIZES = {2: 0.36, 3: 0.22, 4: 0.14, 5: 0.08, 6: 0.07, 7: 0.07, 8: 0.06}  # shares of comparisons, by their entities
 TOPK, TURNS = 2, 4  # passages per sub-query; turns in which a trajectory may search
 BUCKETS = (48, 80, 128, 192, 256, 416)  # row lengths in tokens; longer rows are dropped
 PEAK_RATE, FINAL_RATE_SHARE, WARMUP_STEPS = 2e-3, 0.05, 100  # the warm-up takes at most a tenth of all steps
@@ -185,12 +171,10 @@ class Batches:
         return skill, [_one_row_each(chosen, mask[rows])]
 
     def _weights(self, step: int) -> np.ndarray:
-        at = step / self.config.steps
-        for phase in PHASES:
-            if at < phase.share:
-                break
-            at -= phase.share
-        return np.asarray(phase.weights) / sum(phase.weights)
+        ends = np.cumsum([share for share, _ in PHASES])
+        phase = min(int(np.searchsorted(ends, step / self.config.steps, side="right")), len(PHASES) - 1)
+        weights = np.asarray(PHASES[phase][1])
+        return weights / weights.sum()
 
 
 def _one_row_each(ids: np.ndarray, mask: np.ndarray) -> MicroBatch:
@@ -204,10 +188,10 @@ def _one_row_each(ids: np.ndarray, mask: np.ndarray) -> MicroBatch:
 def syllable_ids(tokenizer: Tokenizer) -> list[list[int]]:
     """The token ids of HEADS, MIDDLES and TAILS, each in its order."""
     out = []
-    for place, group in enumerate(SYLLABLES):
-        first = [syllables[0] for syllables in SYLLABLES]
-        names = ["".join([*first[:place], syllable, *first[place + 1 :]]) for syllable in group]
-        out.append([tokenizer.encode_foreign(f" {name}")[place] for name in names])
+    first = [syllables[0] for syllables in SYLLABLES]
+    for i, group in enumerate(SYLLABLES):
+        names = ["".join([*first[:i], syllable, *first[i + 1 :]]) for syllable in group]
+        out.append([tokenizer.encode_foreign(f" {name}")[i] for name in names])
     return out
 
 
@@ -227,62 +211,30 @@ def _schedule(steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, PEAK_RATE, warmup, steps, FINAL_RATE_SHARE * PEAK_RATE)
 
 
-def make_trainer(config: ToySFTConfig, tokenizer: Tokenizer) -> SupervisedTrainer:
-    """The trainer of the toy policy. It uses one device: batches are small and vary in their number of rows."""
+def make_run(config: ToySFTConfig, tokenizer: Tokenizer, rows: Mapping[str, Sequence[Row]]) -> SupervisedRun:
+    """A run that trains a policy of `policy_shape`, on one device: batches are small and vary in their rows."""
+    shape, optimizer = policy_shape(tokenizer), make_optimizer(config.steps)
     mesh = make_mesh(MeshSection(data=1, fsdp=1, tensor=1), jax.devices()[:1])
-    settings = Config(
+    trainer_config = Config(
         learning=LearningSection(micro_batch_rows=1, learning_rate=PEAK_RATE),
         rollout=RolloutSection(context_tokens=BUCKETS[-1]),
         model=ModelSection(dtype="float32", remat="none"),
     )
-    return SupervisedTrainer(
-        settings,
-        policy_shape(tokenizer),
-        make_optimizer(config.steps),
-        mesh,
-        schedule=_schedule(config.steps),
-        vocabulary=tokenizer.size,
+    trainer = SupervisedTrainer(
+        trainer_config, shape, optimizer, mesh, schedule=_schedule(config.steps), vocabulary=tokenizer.size
     )
-
-
-def train(
-    config: ToySFTConfig,
-    tokenizer: Tokenizer,
-    rows: Mapping[str, Sequence[Row]],
-    log_metrics: Callable[[int, dict[str, float]], None],
-    directory: Path | None = None,
-    tokenizer_path: str = "",
-    stop: StopRequest | None = None,
-) -> tuple[DecoderConfig, nnx.State]:
-    """Trains a policy of `policy_shape`.
-
-    Args:
-      log_metrics: called with the steps taken and the metrics' means, every `log_every_steps` and at the end.
-      directory: where checkpoints are written and resumed from.
-      tokenizer_path: recorded in the checkpoints.
-
-    Raises:
-      Interrupted: as `fit`.
-    """
-    shape, optimizer = policy_shape(tokenizer), make_optimizer(config.steps)
-    batches, trainer = Batches(config, tokenizer, rows), make_trainer(config, tokenizer)
-    state = init_state(starting_params(shape, config.seed), optimizer, trainer.mesh)
-    checkpoints = Checkpoints(directory, keep=1) if directory else None
-    restored = checkpoints.restore(state) if checkpoints and checkpoints.latest() is not None else None
-    first = 0
-    if restored:
-        state, first = restored[0], int(restored[1]["step"])
-        log.info("resuming after step %d", first)
-    options = FitOptions(
-        config.steps,
-        config.log_every_steps,
-        config.checkpoint_every_steps,
-        record={"model": model_record(shape), "tokenizer": tokenizer_path},
+    return SupervisedRun(
+        config=config,
+        trainer=trainer,
+        batches=Batches(config, tokenizer, rows),
+        initial_state=partial(init_state, starting_params(shape, config.seed), optimizer, mesh),
+        steps=config.steps,
+        steps_per_epoch=config.steps,
+        record={"model": model_record(shape), "tokenizer": tokenizer.directory, "settings": asdict(config)},
+        checkpoint_every_steps=config.checkpoint_every_steps,
+        keep_checkpoints=1,
+        log_every_steps=config.log_every_steps,
     )
-    state = fit(trainer, state, batches, options, log_metrics, checkpoints, stop, first)
-    if checkpoints:
-        checkpoints.close()
-    return shape, state.params
 
 
 def policy_shape(tokenizer: Tokenizer) -> DecoderConfig:

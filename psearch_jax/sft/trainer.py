@@ -1,4 +1,4 @@
-"""A supervised fine-tuning run in its directory: resume, loss on held-out transcripts, metrics, checkpoints."""
+"""A supervised fine-tuning run in its directory: the loop, resume, loss on held-out rows, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -10,38 +10,42 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
-from psearch_jax.config import Config
 from psearch_jax.data.transcripts import Row
 from psearch_jax.runtime import processes
-from psearch_jax.runtime.metrics import MetricsWriter, cut_jsonl
+from psearch_jax.runtime.metrics import WEIGHT, MetricsWriter, cut_jsonl
 from psearch_jax.runtime.paths import locate, make_writable, read_json
-from psearch_jax.sft.loop import FitOptions, RowBatches, SupervisedTrainer, fit
+from psearch_jax.sft.learner import Batches, SupervisedTrainer
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints
-from psearch_jax.train.checkpointing.preemption import StopRequest
+from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest, describe_saved
 from psearch_jax.train.monitoring.alarms import read_rows
 from psearch_jax.train.monitoring.records import write_config, write_json
+from psearch_jax.train.saving import CHECKPOINT_EVERY_S
 from psearch_jax.train.state import TrainState
+from psearch_jax.train.trainable import MAX_NONFINITE_UPDATES
+from psearch_jax.types import UserError
 
 log = logging.getLogger("psearch_jax")
 
 
 @dataclass
 class SupervisedRun:
-    """The parts of a supervised run, made by build.py."""
+    """The parts of a supervised run, made by assembly/build_sft.py or sft/cold_start.py."""
 
-    config: Config
-    user_config: Config  # as the user set it, without the changes of the method; recorded in config.json
+    config: Any  # a dataclass, as the user set it; recorded in config.json
     trainer: SupervisedTrainer
-    batches: RowBatches
-    held_out: Sequence[Row]  # transcripts whose loss is logged and which are not trained on
-    abstract: TrainState  # the state as ShapeDtypeStructs with shardings
+    batches: Batches
     initial_state: Callable[[], TrainState] | None  # makes the state of step 0, once
     steps: int
-    tokenizer_path: str
-    record: Mapping[str, Any]  # what every checkpoint records about the model, the adapters and the settings
+    steps_per_epoch: int
+    record: Mapping[str, Any]  # what every checkpoint records about model, tokenizer, adapters and settings
+    checkpoint_every_steps: int
+    keep_checkpoints: int
+    log_every_steps: int = 1
+    held_out: Sequence[Row] = ()  # their loss is logged after every epoch; they are not trained on
     stop: StopRequest = field(default_factory=StopRequest)
 
 
@@ -52,73 +56,100 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
       allow_changes: resume even if settings that affect the results have changed.
 
     Raises:
-      Interrupted: after SIGTERM or Ctrl-C, once the checkpoint is on disk.
-      UserError: the settings or transcripts differ from those of the run, or as `fit`.
+      Interrupted: after SIGTERM or Ctrl-C, once the last complete step is on disk.
+      UserError: the settings or rows differ from those of the run, or too many updates in a row were not finite.
     """
-    workdir, config = locate(workdir), run.config
+    workdir, started = locate(workdir), time.monotonic()
     make_writable(workdir)
-    started, epoch = time.monotonic(), run.batches.steps_per_epoch
     with ExitStack() as closers:
         closers.enter_context(run.stop.listen())
-        checkpoints = Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)
-        closers.enter_context(closing(checkpoints))
+        checkpoints = closers.enter_context(closing(Checkpoints(workdir / "checkpoints", run.keep_checkpoints)))
         step, state = _resume(run, checkpoints, workdir, allow_changes)
         if processes.first():
-            write_config(workdir, run.user_config, step)
+            write_config(workdir, run.config, step)
             # Without a checkpoint, also what another start measured at step 0.
             cut_jsonl(workdir / "metrics.jsonl", step + 1 if step else 0)
         if step == run.steps and (known := _known_summary(workdir)):  # nothing left to do
             return known
-        writer = closers.enter_context(closing(MetricsWriter(workdir)))
-        bar = closers.enter_context(
-            tqdm(total=run.steps, initial=step, unit="step", disable=not processes.on_terminal())
-        )
-        validation = _validation(workdir)
-
-        def measure(done: int, state: TrainState) -> None:
-            if run.held_out:
-                validation[done] = run.trainer.mean_loss(state.params, run.held_out)
-                writer.write(done, {"validation/loss": validation[done]})
-                log.info("step %d: validation loss %.4f", done, validation[done])
-
-        def log_metrics(done: int, values: dict[str, float]) -> None:
-            writer.write(done, values)
-            text = f"loss {values['loss']:.4f} {values['tokens_per_s']:.0f} tokens/s"
-            if bar.disable:
-                log.info("step %d of %d %s", done, run.steps, text)
-            else:
-                bar.set_postfix_str(text)
-                bar.update(done - bar.n)
-
-        record = {**run.record, "tokenizer": run.tokenizer_path}
-        record = {name: value for name, value in record.items() if value is not None}
-        if step % epoch == 0 and step not in validation:  # step 0, or killed before this was measured
-            measure(step, state)
-        while step < run.steps:  # one epoch at a time, to measure the held-out loss in between
-            end = min(run.steps, (step // epoch + 1) * epoch)
-            options = FitOptions(
-                end,
-                all_steps=run.steps,
-                checkpoint_every_steps=config.train.checkpoint_every_steps,
-                record=record,
-            )
-            state = fit(run.trainer, state, run.batches, options, log_metrics, checkpoints, run.stop, step)
-            step = end
-            measure(step, state)
-        summary = {
-            "steps": run.steps,
-            "epochs": config.sft.epochs,
-            "transcripts": run.batches.rows,
-            "wall_s": round(time.monotonic() - started, 2),
-            "validation_loss": {str(done): round(loss, 6) for done, loss in validation.items()},
-        }
-        if processes.first():
-            write_json(workdir / "summary.json", summary)
-        return summary
+        validation = _measured_losses(workdir)
+        progress = closers.enter_context(closing(_Progress(run, workdir, step)))
+        saved = time.monotonic()
+        while True:
+            if run.held_out and step % run.steps_per_epoch == 0 and step not in validation:
+                validation[step] = run.trainer.mean_loss(state.params, run.held_out)
+                progress.writer.write(step, {"validation/loss": validation[step]})
+                log.info("step %d: validation loss %.4f", step, validation[step])
+            if step == run.steps:
+                break
+            name, micro_batches = run.batches[step]
+            try:
+                state, metrics = run.trainer.update_micro_batches(state, micro_batches, run.stop.checker())
+            except Interrupted:
+                if step and checkpoints.latest() != step:
+                    checkpoints.save(step, state, run.record)
+                checkpoints.wait()
+                raise Interrupted(describe_saved(step)) from None
+            step += 1
+            if metrics["nonfinite_in_a_row"] >= MAX_NONFINITE_UPDATES:
+                raise UserError(
+                    f"step {step}: loss or gradient was not finite in {MAX_NONFINITE_UPDATES} updates in a row, "
+                    f"{run.trainer.nonfinite_cause(metrics)}; lower sft.learning_rate"
+                )
+            tokens = sum(int(np.count_nonzero(micro_batch.segments)) for micro_batch in micro_batches)
+            progress.add(step, name, metrics, tokens)
+            # By the clock of the first process, because all save together.
+            is_late = processes.broadcast(lambda: time.monotonic() - saved) >= CHECKPOINT_EVERY_S  # noqa: B023
+            if step % run.checkpoint_every_steps == 0 or step == run.steps or is_late:
+                checkpoints.save(step, state, run.record)
+                saved = time.monotonic()
+        checkpoints.wait()
+    summary = {
+        "steps": run.steps,
+        "epochs": run.steps // run.steps_per_epoch,
+        "wall_s": round(time.monotonic() - started, 2),
+        "validation_loss": {str(at): round(loss, 6) for at, loss in validation.items()},
+    }
+    if processes.first():
+        write_json(workdir / "summary.json", summary)
+    return summary
 
 
-def _validation(workdir: Path) -> dict[int, float]:
-    """The losses on held-out transcripts that the run has measured, by step."""
+class _Progress:
+    """Writes and shows the means of metrics over `log_every_steps` steps."""
+
+    def __init__(self, run: SupervisedRun, workdir: Path, first: int):
+        self._run, self._first, self._started = run, first, time.monotonic()
+        self._tokens, self._window = 0, list[dict[str, float]]()
+        self.writer = MetricsWriter(workdir)
+        self._bar = tqdm(total=run.steps, initial=first, unit="step", disable=not processes.on_terminal())
+
+    def add(self, step: int, name: str, metrics: Mapping[str, float], tokens: int) -> None:
+        """Adds the metrics of a step; those of the loss are logged under `name`."""
+        run = self._run
+        self._tokens += tokens
+        self._window.append({f"{name}/{k}" if name and k in run.trainer.metrics else k: v for k, v in metrics.items()})
+        if step % run.log_every_steps and step != run.steps:
+            return
+        keys = dict.fromkeys(key for row in self._window for key in row if key not in ("nonfinite_param", WEIGHT))
+        means = {key: float(np.mean([row[key] for row in self._window if key in row])) for key in keys}
+        seconds = time.monotonic() - self._started
+        speed = {"tokens_per_s": self._tokens / seconds, "steps_per_s": (step - self._first) / seconds}
+        self.writer.write(step, means | {"progress": step / run.steps} | speed)
+        losses = " ".join(f"{key} {value:.4f}" for key, value in means.items() if key.endswith("loss"))
+        text = f"{losses} {speed['tokens_per_s']:.0f} tokens/s"
+        if self._bar.disable:
+            log.info("step %d of %d %s", step, run.steps, text)
+        self._bar.set_postfix_str(text)
+        self._bar.update(step - self._bar.n)
+        self._window = []
+
+    def close(self) -> None:
+        self.writer.close()
+        self._bar.close()
+
+
+def _measured_losses(workdir: Path) -> dict[int, float]:
+    """The losses on held-out rows that the run has measured, by step."""
 
     def read() -> dict[int, float]:
         name = "validation/loss"
@@ -146,7 +177,7 @@ def _resume(
     if checkpoints.latest() is None:
         return 0, make()
     del make
-    state, loop = checkpoints.restore(run.abstract, accept)
+    state, loop = checkpoints.restore(run.trainer.abstract, accept)
     step = int(loop["step"])
     log.info("resuming after step %d", step)
     return step, state

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import functools
 import json
+import types
 import typing
 import zlib
 from typing import Any
@@ -49,6 +50,8 @@ def _decode(kind: Any, value: Any) -> Any:
         hints = _type_hints(kind)
         return kind(**{name: _decode(hints[name], item) for name, item in value.items()})
     arguments = typing.get_args(kind)
+    if isinstance(kind, types.UnionType):  # X | None
+        return None if value is None else _decode(arguments[0], value)
     match typing.get_origin(kind):
         case container if container is list or (container is tuple and arguments[-1] is ...):
             return container(_decode(arguments[0], item) for item in value)

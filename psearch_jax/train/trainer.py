@@ -216,7 +216,7 @@ def _score(run: Run, batch: TrainBatch, totals: np.ndarray) -> TrainBatch:
     old = batch.sampler_logprobs if learning.old_logprobs == "sampler" else batch.old_logprobs
     kl_coefficient = learning.kl_coefficient if learning.kl_in == "reward" else 0.0
     rewards = gae.token_rewards(totals, batch.mask, old, batch.ref_logprobs, kl_coefficient)
-    raw, returns = gae.estimate_advantages(rewards, values, batch.mask, learning.gamma, learning.gae_lambda)
+    raw, returns = gae.estimate_advantages(rewards, values, batch.mask, gae.GAMMA, learning.gae_lambda)
     return replace(batch, advantage=gae.whiten(raw, batch.mask), values=values, returns=returns)
 
 

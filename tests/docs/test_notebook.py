@@ -27,7 +27,7 @@ def rows() -> list[dict]:
     return [row(i) for i in range(10)]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_every_cell_runs(tmp_path, wordy_policy, monkeypatch):
     nbformat, nbclient = (
         pytest.importorskip(name, reason=f"{name} is not installed") for name in ("nbformat", "nbclient")

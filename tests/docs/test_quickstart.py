@@ -22,7 +22,7 @@ QUICK = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_commands_of_the_page_run_from_top_to_bottom(tmp_path):
     """Every command of the page runs in a clone, with a demo of one step instead of sixty."""
     clone = tmp_path / "clone"

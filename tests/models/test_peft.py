@@ -19,7 +19,7 @@ from runs import command, run, small_config
 from psearch_jax.assembly import build
 from psearch_jax.config import Lora
 from psearch_jax.models import decoder, hf, lora, peft
-from psearch_jax.sft.loop import row_batch
+from psearch_jax.sft.learner import row_batch
 from psearch_jax.types import UserError
 
 CONFIG = tiny_config(tied=False)

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -110,15 +108,6 @@ def test_a_record_of_other_settings_is_refused(tmp_path):
 def test_bad_arguments_get_one_line(arguments, tmp_path):
     done = completed([sys.executable, "launch/experiment.py", *arguments, f"--out={tmp_path}", f"--work={tmp_path}"])
     assert done.returncode == 2 and "accepted" in done.stderr.strip().splitlines()[-1], done.stderr
-
-
-def test_the_program_starts_in_any_directory(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "PYTHONPATH": str(ROOT)
-    }
-    command = [sys.executable, str(ROOT / "launch" / "experiment.py"), "baselines", "--only_tables", "--out=x"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and f"{tmp_path}/x/baselines.json: not found" in done.stderr, done.stderr[-2000:]
 
 
 @pytest.mark.slow

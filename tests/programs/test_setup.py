@@ -33,22 +33,6 @@ def test_a_release_has_one_version(arguments):
     assert cited == changed == arguments["version"]
 
 
-@pytest.mark.parametrize(
-    ("target", "installed"),
-    [("demo", ["."]), ("test", [".", ".[test]"])],
-)
-@pytest.mark.parametrize("locked", [False, True])
-def test_a_user_does_not_install_the_test_packages(target, installed, locked, tmp_path):
-    """`make demo` installs no test packages, `make test` does, and LOCKED=1 uses the lock."""
-    copied(["Makefile", "setup.py", "tests/lock.txt"], tmp_path)
-    words = ["make", "--dry-run", target, *(["LOCKED=1"] if locked else [])]
-    # Not the environment of a `make test` that runs this test.
-    done = subprocess.run(words, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    constraint = r"-c tests/lock\.txt " if locked else ""
-    assert re.findall(rf"/pip install --quiet +{constraint}-e '?([^'\s]+)", done.stdout) == installed, done.stdout
-
-
 def test_the_image_contains_what_its_command_needs():
     """The Dockerfile copies only folders that .dockerignore keeps, and starts a program with flags that it accepts."""
     text = (ROOT / "launch" / "deploy" / "Dockerfile").read_text().replace("\\\n", "")

@@ -13,8 +13,6 @@ from psearch_jax.rollout.boundary import (
     ROOT,
     build_tables,
     byte_automaton,
-    cached_tables,
-    pad_tables,
 )
 
 TAGS = {b"</search>": HIT_SEARCH, b"</answer>": HIT_ANSWER}
@@ -102,26 +100,6 @@ def test_every_tokenisation_stops_at_the_completing_token(tokenizer, tables, tag
     assert len(cases) > (100_000 if tokenizer.size > 100_000 else 100)
 
 
-def test_the_enumeration_is_complete(tokenizer):
-    """A gap in the enumeration would make the test above worthless: the tokenizer's own encodings must be in it."""
-    rows = {tuple(i for i in row if i >= 0) for row in all_tokenisations(tokenizer.token_bytes, b"</search>").tolist()}
-    for before, after in [("", ""), (" x", "\n\n"), ("", "."), ("a", "</think>"), ("", " "), ("<", "<think>")]:
-        ids = tokenizer.encode_foreign(f"{before}</search>{after}")
-        text = b""
-        start = stop = None
-        for t, i in enumerate(ids):
-            text += tokenizer.token_bytes[i]
-            if start is None and len(text) > len(before):
-                start = t
-            if stop is None and b"</search>" in text:
-                stop = t
-        assert stop - start < MAX_TOKENS
-        assert tuple(ids[start : stop + 1]) in rows
-    if tokenizer.size > 100_000:
-        mixed = [tokenizer.token_bytes.index(piece) for piece in (b" </", b"s", b"ear", b"c", b"h", b">\n\n")]
-        assert len(mixed) == MAX_TOKENS and tuple(mixed) in rows
-
-
 def test_random_rows_of_ids(tokenizer, tables):
     """States left by other tokens (half tags, repeated `<`, mixed tags) would hide or forge a boundary."""
     rng = np.random.default_rng(0)
@@ -137,15 +115,6 @@ def test_random_rows_of_ids(tokenizer, tables):
     assert set(hit.tolist()) == {HIT_NONE, HIT_SEARCH, HIT_ANSWER}
 
 
-def test_encoded_text(tokenizer, tables):
-    """Ordinary text, as the model writes it, would not stop where string search does."""
-    text = "<think> a < b </ search> or <search> </searc </think>\n<search> x ## y </search>\n\n<answer> z </answer>."
-    for start in range(len(text)):
-        row = np.array([tokenizer.encode_foreign(text[start:])])
-        at, hit = walk(tables, row)
-        assert (at[0], hit[0]) == search(tokenizer.token_bytes, row[0].tolist())
-
-
 def test_control_tokens_and_rows_without_an_id_lead_to_the_root(tokenizer):
     """A control token inside a tag would not break it, or padding rows of the embedding would change the state."""
     rows = tokenizer.size + 11
@@ -156,8 +125,6 @@ def test_control_tokens_and_rows_without_an_id_lead_to_the_root(tokenizer):
     assert len(inert) > 11
     assert not tables.next[:, inert].any() and not tables.hit[:, inert].any()
     assert np.all(tables.next[tables.hit > 0] == ROOT)
-    with pytest.raises(ValueError, match="rows"):
-        pad_tables(tables, rows - 1)
 
 
 def test_first_of_two_tags_in_one_token():
@@ -167,24 +134,3 @@ def test_first_of_two_tags_in_one_token():
     half = tables.next[ROOT, 3]
     assert half != ROOT and tables.next[half, 2] == half and tables.hit[half, 4] == HIT_SEARCH
     assert tables.next[half, 5] == tables.next[ROOT, 5] != ROOT
-
-
-def test_cache(tiny_tokenizer, tmp_path):
-    """A cache that returns other tables, or fails on a damaged file, would break every later run."""
-    built = build_tables(tiny_tokenizer.token_bytes, 500)
-
-    def check():
-        cached = cached_tables(tiny_tokenizer, tmp_path / "cache", 500)
-        np.testing.assert_array_equal(cached.next, built.next)
-        np.testing.assert_array_equal(cached.hit, built.hit)
-
-    check()
-    (file,) = (tmp_path / "cache").iterdir()
-    written = file.stat().st_mtime_ns
-    check()
-    assert file.stat().st_mtime_ns == written
-    data = file.read_bytes()
-    for damaged in (b"", data[: len(data) // 2], b"\0" * len(data), data[:200] + b"\xff" * 40 + data[240:]):
-        file.write_bytes(damaged)
-        check()
-        assert list((tmp_path / "cache").iterdir()) == [file]

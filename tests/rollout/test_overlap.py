@@ -108,7 +108,7 @@ def run(tiny_tokenizer, sampler, params):
 
 
 def test_other_rows_decode_while_a_row_is_searched_for(run, searches):
-    """Decoding waits for a search, a row gets other or outdated passages, or is extended twice or never."""
+    """Rows decode during a search, and get the same passages as without overlap, once."""
     ahead = run(OneAtATime(), True)
     assert len(searches) >= 5
     for ours, expected in zip(ahead, run(real_retriever(), False), strict=True):
@@ -120,21 +120,21 @@ def test_other_rows_decode_while_a_row_is_searched_for(run, searches):
         np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=1e-5)
 
 
-def test_an_initial_search_beside_them(run, searches):
-    """The first search of a new row overlaps another search in a retriever that takes one batch at a time."""
+def test_an_initial_search_waits_for_the_one_in_progress(run, searches):
+    """A retriever gets one batch at a time."""
     trajectories = run(OneAtATime(), True, initial_search=True)
     assert [len(t.turns) for t in trajectories] == [4] * ROWS and searches
 
 
-def test_one_that_fails_ends_the_rollouts(run):
-    """An error is lost in its thread, and rows wait for passages forever, or continue without them."""
+def test_a_search_that_fails_ends_the_rollouts(run):
+    """An error in the background thread is raised."""
     with pytest.raises(RetrievalError, match="nobody answers"):
         run(Gone(), True)
     assert all(t.status == "answered" for t in run(real_retriever(), True))
 
 
-def test_no_end_of_the_program_waits_for_one():
-    """A preempted machine whose retriever is gone waits for the client's retry deadline before it stops."""
+def test_no_program_waits_for_a_search_to_end():
+    """A program ends while a search in the background is still retried."""
     code = "import time; from retrieval.protocol import in_background; in_background(lambda: time.sleep(900))"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=300).returncode == 0

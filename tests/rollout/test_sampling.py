@@ -9,7 +9,7 @@ from helpers import admit, make_sampler, random_params, tiny_config
 
 from psearch_jax.models import decoder
 from psearch_jax.models.decoder import NEG_INF
-from psearch_jax.rollout.sampling import choose, filter_logits, id_words, likeliest, row_keys, uniforms
+from psearch_jax.rollout.sampling import choose, filter_logits, id_words, row_keys, uniforms
 
 EDGES = np.array([0.0, 1e-38, 1e-12, 0.5, 1 - 2**-24, np.nextafter(np.float32(1), np.float32(0))], np.float32)
 draw = jax.jit(choose)
@@ -68,33 +68,6 @@ def test_the_draw_inverts_the_cumulative_distribution():
     got = np.asarray(draw(jnp.asarray(logits), jnp.asarray(u)))
     assert np.mean(margin > 1e-5) > 0.9
     np.testing.assert_array_equal(got[margin > 1e-5], expected[margin > 1e-5])
-
-
-@pytest.mark.parametrize("V", [5, 1000, 152_064])
-def test_the_likeliest_token_is_the_first_with_the_largest_logit(V):
-    """Greedy decoding that prefers the last of equal logits, or that returns an index past the vocabulary, whose
-    table entries would be those of another token."""
-    rng = np.random.default_rng(V)
-    logits = rng.integers(-3, 3, (16, V)).astype(np.float32)  # many ties
-    logits[0], logits[1], logits[2, -1] = NEG_INF, np.nan, 9
-    ids = np.asarray(jax.jit(likeliest)(logits))
-    assert ids.dtype == np.int32 and ids[1] == V - 1
-    rest = np.arange(16) != 1
-    np.testing.assert_array_equal(ids[rest], np.argmax(logits[rest], axis=-1))
-
-
-def test_the_distribution_of_1000_ids():
-    """Biased sampling is another policy's gradient. Chi-square with fixed keys, so the result never varies."""
-    rng = np.random.default_rng(2)
-    logits = rng.normal(0, 1, 1000).astype(np.float32)
-    p = np.exp(logits.astype(np.float64))
-    p /= p.sum()
-    n, rows = 400_000, 4000
-    u = jax.random.uniform(jax.random.key(3), (n // rows, rows))
-    ids = np.concatenate([draw(jnp.broadcast_to(logits, (rows, 1000)), row) for row in u])
-    counts = np.bincount(ids, minlength=1000)
-    statistic = np.sum((counts - n * p) ** 2 / (n * p))
-    assert 999 - 4 * np.sqrt(2 * 999) < statistic < 999 + 4 * np.sqrt(2 * 999)
 
 
 def test_top_k_and_top_p_by_hand():

@@ -14,7 +14,7 @@ from helpers import make_collector, make_learner, make_sampler, question, random
 from written import CONFIG
 
 from psearch_jax.rl.batch import make_batch
-from psearch_jax.rollout.rollouts import Waiting
+from psearch_jax.rollout.rollouts import Rollout
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.stream import InFlight
@@ -71,19 +71,6 @@ def same(ours, theirs) -> bool:
     ) and [t.versions for one in ours for t in one] == [t.versions for one in theirs for t in one]
 
 
-def test_without_batches_ahead_it_is_collect(tiny_tokenizer, policies):
-    """A synchronous run whose rollouts depend on how they are organised."""
-    stream = make_stream(tiny_tokenizer)
-    collector = make_collector(tiny_tokenizer, SAMPLERS["sampler"], ROLLOUT, retriever())
-    for version, trajectories in enumerate(collected(stream, policies, ahead=0)):
-        plain = collector.collect(
-            policies[version % 3], batch(version), SAMPLES, seed=0, step=version, temperature=1.0
-        )
-        assert same([trajectories], [plain])
-        assert all(t.versions == ((t.prompt_length, version),) for t in trajectories)
-        assert stream.spent().refreshed == 0
-
-
 def test_nothing_compiles_after_the_warm_up(tiny_tokenizer, policies):
     """A warm-up compiles every program of rollouts that continue with newer weights, in 16 bits on a CPU."""
     sampler = make_sampler(tiny_tokenizer, CONFIG, dtype=jnp.bfloat16, yield_share=0.2, unstack="once")
@@ -104,10 +91,7 @@ def test_nothing_compiles_after_the_warm_up(tiny_tokenizer, policies):
 
 
 def test_suspending_changes_no_token(tiny_tokenizer, policies):
-    """A rollout that continues from a wrong cache, key, budget or tag state after it was suspended.
-
-    With equal weights, rollouts that are suspended on the way sample what they would have sampled at once.
-    """
+    """With equal weights, rollouts that are suspended on the way sample what they would have sampled at once."""
     ahead = collected(make_stream(tiny_tokenizer), policies[:1], ahead=2)
     at_once = collected(make_stream(tiny_tokenizer), policies[:1], ahead=0)
     assert sum(len(t.versions) > 1 for one in ahead for t in one) >= 3, "no rollout was continued"
@@ -118,7 +102,7 @@ def test_suspending_changes_no_token(tiny_tokenizer, policies):
 
 
 def test_searches_in_the_background_are_not_lost(tiny_tokenizer, policies):
-    """A rollout suspended while its search runs: without its passages it would wait forever."""
+    """A rollout that is suspended while its search runs gets its passages."""
     rollout = replace(ROLLOUT, overlap_search=True)
     ahead = collected(make_stream(tiny_tokenizer, rollout), policies[:1], ahead=2)
     at_once = collected(make_stream(tiny_tokenizer, rollout), policies[:1], ahead=0)
@@ -126,7 +110,7 @@ def test_searches_in_the_background_are_not_lost(tiny_tokenizer, policies):
 
 
 def test_every_token_has_the_weights_and_the_log_prob_it_was_sampled_with(tiny_tokenizer, policies):
-    """A cache of older weights, or a version recorded at the wrong position: the correction would use wrong ratios."""
+    """Every token is recorded with the version and the log-prob of the weights that sampled it."""
     trajectories = sum(collected(make_stream(tiny_tokenizer), policies, ahead=2, batches=5), [])
     learner, optimizer = make_learner(tiny_tokenizer, CONFIG, ROLLOUT.context_tokens)
     data = make_batch(trajectories, np.ones(len(trajectories), np.float32), ROLLOUT.context_tokens)
@@ -143,7 +127,7 @@ def test_every_token_has_the_weights_and_the_log_prob_it_was_sampled_with(tiny_t
 
 
 def test_no_token_is_older_than_allowed(tiny_tokenizer, policies):
-    """A rollout that is overtaken by later batches and grows older at every step."""
+    """Batches are collected in order, with weights at most `ahead` steps old."""
     for ahead in (1, 2):
         for version, trajectories in enumerate(collected(make_stream(tiny_tokenizer), policies, ahead, batches=6)):
             assert ids(trajectories) == [q.id for q in batch(version) for _ in range(SAMPLES)]
@@ -151,7 +135,7 @@ def test_no_token_is_older_than_allowed(tiny_tokenizer, policies):
 
 
 def test_a_restored_stream_continues_to_the_bit(tiny_tokenizer, policies):
-    """A resumed run that loses a rollout in flight, or continues it differently."""
+    """Rollouts in flight that were saved and restored continue bit for bit."""
 
     def through_a_file(stream):
         record = json.loads(json.dumps(in_flight.gather_in_flight(stream.in_flight(), SAMPLES)))
@@ -165,7 +149,7 @@ def test_a_restored_stream_continues_to_the_bit(tiny_tokenizer, policies):
 
 
 def test_a_snapshot_does_not_change_afterwards(tiny_tokenizer, policies):
-    """A step that is interrupted in the middle: the checkpoint must hold the rollouts as they were before it."""
+    """A checkpoint of an interrupted step holds the rollouts as they were before it."""
     stream, other = make_stream(tiny_tokenizer), make_stream(tiny_tokenizer)
     first = collected(stream, policies, ahead=2, batches=1)
     before = stream.in_flight()
@@ -179,7 +163,7 @@ def test_a_snapshot_does_not_change_afterwards(tiny_tokenizer, policies):
 
 
 def test_fewer_slots_after_a_resume(tiny_tokenizer, policies):
-    """Rollouts that find no slot in a resumed run would never end."""
+    """Rollouts that find no slot in a resumed run start again from their prompts."""
     stream = make_stream(tiny_tokenizer, replace(ROLLOUT, slots=9))
     collected(stream, policies, ahead=2, batches=2)
     assert len(stream.in_flight().suspended) > 2
@@ -191,7 +175,7 @@ def test_fewer_slots_after_a_resume(tiny_tokenizer, policies):
 
 
 def test_slots_stay_full_while_a_batch_ends(tiny_tokenizer, policies):
-    """Batches ahead that save no decode steps would be stale for nothing."""
+    """Batches ahead save decode steps."""
 
     def cost(ahead: int) -> tuple[int, float]:
         stream, steps, use = make_stream(tiny_tokenizer), 0, []
@@ -208,11 +192,11 @@ def test_slots_stay_full_while_a_batch_ends(tiny_tokenizer, policies):
 
 
 def test_rollouts_of_two_processes_continue_in_one_in_order(monkeypatch):
-    """Rollouts of a later batch would take the slots before those of the batch that is due."""
+    """One process continues the rollouts of two in the order of their batches."""
 
     def of(process: int) -> InFlight:
         waiting = [
-            Waiting(
+            Rollout(
                 order, question(f"{order // SAMPLES * 2 + process}"), order % SAMPLES, [1, 2], np.zeros(2, np.uint32)
             )
             for order in range(4 * SAMPLES)

@@ -15,7 +15,7 @@ from runs import small_config
 from psearch_jax.assembly import build, build_sft
 from psearch_jax.config import SFTSection
 from psearch_jax.runtime import cli
-from psearch_jax.sft import loop, trainer
+from psearch_jax.sft import learner, trainer
 from psearch_jax.train.checkpointing.run_config import load_run_config
 from psearch_jax.types import UserError
 
@@ -65,7 +65,7 @@ def test_it_learns_and_is_a_run_directory(policy, transcripts, tmp_path, lora_ra
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.05
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[-2]["loss"] < rows[1]["loss"] and rows[-2]["progress"] == 1.0
-    assert summary["transcripts"] == 6 and summary["steps"] == 3
+    assert summary["steps"] == summary["epochs"] == 3
     parts = build.from_path(replace(config, model=replace(config.model, path="")), str(tmp_path))
     assert (parts.config.model.lora_rank == lora_rank) and parts.sampling_weights()
     assert run.initial_state is None, "the weights of step 0 stay in memory"
@@ -106,7 +106,7 @@ def test_the_loss_is_a_mean_and_bad_input_is_refused(policy, transcripts, tmp_pa
         state = run.initial_state()
         _, pieces = run.batches[0]
         _, metrics = run.trainer.update_micro_batches(run.initial_state(), pieces)
-        batch = loop.row_batch([run.batches._rows[i] for i in run.batches._batches[0]])
+        batch = learner.row_batch([run.batches._rows[i] for i in run.batches._batches[0]])
         by_row = run.trainer.score(state.params, batch)
         assert metrics["loss"] == pytest.approx(-by_row.sum() / batch.mask.sum(), rel=1e-5)
         losses.append(metrics["loss"])
@@ -125,11 +125,11 @@ def test_the_loss_is_a_mean_and_bad_input_is_refused(policy, transcripts, tmp_pa
 
 def test_every_step_learns():
     """The warm-up begins above 0."""
-    rates = [float(loop.cosine_schedule(1.0, 4, 0.0)(i)) for i in range(4)]
+    rates = [float(learner.cosine_schedule(1.0, 4, 0.0)(i)) for i in range(4)]
     assert rates[0] == 1.0 and rates == sorted(rates, reverse=True)
-    rates = [float(loop.cosine_schedule(1.0, 4, 0.5)(i)) for i in range(4)]
+    rates = [float(learner.cosine_schedule(1.0, 4, 0.5)(i)) for i in range(4)]
     assert rates[0] == 0.5 and rates[1] == 1.0 > rates[2]
-    rates = [float(loop.cosine_schedule(1.0, n)(0)) for n in (1, 2, 15, 30, 60)]
+    rates = [float(learner.cosine_schedule(1.0, n)(0)) for n in (1, 2, 15, 30, 60)]
     assert rates == pytest.approx([1, 1, 1, 0.5, 1 / 3]), "no first step at rate 0"
 
 

@@ -18,7 +18,8 @@ from psearch_jax.closed_world.names import is_new
 from psearch_jax.config import PRESETS
 from psearch_jax.models import decoder
 from psearch_jax.sft import cold_start
-from psearch_jax.sft.cold_start import BUCKETS, SKILLS, Batches, ToySFTConfig, make_rows, train
+from psearch_jax.sft.cold_start import BUCKETS, SKILLS, Batches, ToySFTConfig, make_rows, make_run
+from psearch_jax.sft.trainer import train
 from retrieval.service import RetrievalService
 
 SMALL = ToySFTConfig(
@@ -99,18 +100,15 @@ def test_the_first_heads_look_back(tokenizer):
         assert right > 20 / tokenizer.size  # before any training; a random guess is right once in `size`
 
 
-def test_sft_learns(tokenizer, rows):
+def test_sft_learns(tokenizer, rows, tmp_path):
     """A few steps lower the loss, and the shape fits the tokenizer."""
-    losses = []
-    config = replace(SMALL, steps=60)
     only = {skill: rows["copying"] for skill in SKILLS}
-    shape, _ = train(config, tokenizer, only, lambda step, values: losses.append(next(_losses(values))))
-    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1
+    train(make_run(replace(SMALL, steps=60), tokenizer, only), tmp_path)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    losses = [value for values in lines for name, value in values.items() if name.endswith("/loss")]
+    assert len(losses) == 60 and np.mean(losses[-5:]) < np.mean(losses[:5]) - 1
+    shape = cold_start.policy_shape(tokenizer)
     assert shape.vocab_rows >= tokenizer.size and shape.layers == PRESETS["toy"].layers
-
-
-def _losses(values):
-    return (value for name, value in values.items() if name.endswith("/loss"))
 
 
 def command(workdir, **fields) -> list[str]:

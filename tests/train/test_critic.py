@@ -148,12 +148,12 @@ def test_a_step_of_ppo_trains_both_and_a_pretraining_step_only_the_critic(tiny_p
 
 def test_a_step_of_ppo_pays_the_reward_and_the_kl(tiny_policy, monkeypatch):
     """Returns are those of GAE with the KL in the reward of every token."""
-    fields = {"learning.gamma": 0.9, "learning.gae_lambda": 0.5, "learning.kl_coefficient": 0.5, "train.prompts": 8}
+    fields = {"learning.gae_lambda": 0.5, "learning.kl_coefficient": 0.5, "train.prompts": 8}
     run = build.training_run(ppo_config(tiny_policy, **fields, **{"rollout.samples": 1}))
     monkeypatch.setattr(run, "reward", by_length)
     run.begin()
     run.reference = jax.tree.map(lambda x: 1.5 * x, run.reference)  # another policy: at step 0 the KL is 0
-    critic = run.state.critic  # with values of 0, gamma and lambda could change places
+    critic = run.state.critic
     run.state = replace(run.state, critic=replace(critic, params=jax.tree.map(lambda x: x + 0.1, critic.params)))
     seen, update = [], run.critic.update
     monkeypatch.setattr(run.critic, "update", lambda *a: (seen.append(a[1]), update(*a))[1])
@@ -161,5 +161,5 @@ def test_a_step_of_ppo_pays_the_reward_and_the_kl(tiny_policy, monkeypatch):
     batch = {name: np.concatenate([getattr(b, name) for b in seen]) for name in vars(seen[0])}
     mask, values, old, ref = (batch[name] for name in ("mask", "values", "old_logprobs", "ref_logprobs"))
     assert np.abs(old - ref).max() > 0.01 and np.abs(values).max() > 0.01
-    _, returns = gae.estimate_advantages(gae.token_rewards(totals, mask, old, ref, 0.5), values, mask, 0.9, 0.5)
+    _, returns = gae.estimate_advantages(gae.token_rewards(totals, mask, old, ref, 0.5), values, mask, gae.GAMMA, 0.5)
     np.testing.assert_allclose(batch["returns"], returns, atol=1e-5)

@@ -70,10 +70,13 @@ def restore_in_flight(record: dict[str, Any], samples: int) -> InFlight:
 
 def _renumber(part: InFlight, number: Callable[[int], int | None]) -> InFlight:
     """The same rollouts with other orders, without those that have none."""
-    suspended = [(number(s.rollout.order), s) for s in part.suspended]
+    waiting, suspended = (
+        tuple(replace(rollout, order=n) for rollout in rollouts if (n := number(rollout.order)) is not None)
+        for rollouts in (part.waiting, part.suspended)
+    )
     return replace(
         part,
-        waiting=tuple(replace(w, order=n) for w in part.waiting if (n := number(w.order)) is not None),
-        suspended=tuple(replace(s, rollout=replace(s.rollout, order=n)) for n, s in suspended if n is not None),
+        waiting=waiting,
+        suspended=suspended,
         results={n: t for order, t in part.results.items() if (n := number(order)) is not None},
     )

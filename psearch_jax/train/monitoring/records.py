@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from psearch_jax.config import Config, to_mapping
+from psearch_jax.config import to_mapping
 from psearch_jax.eval.evaluate import trajectory_row
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import PHASES, cut_jsonl
@@ -21,8 +21,8 @@ log = logging.getLogger("psearch_jax")
 FEW_ANSWERS = 0.1  # share of rollouts with an answer below which the first step warns
 
 
-def write_config(workdir: Path, config: Config, step: int) -> None:
-    """Writes config.json. A different older one is kept as config.until_STEP.json; it applied up to that step."""
+def write_config(workdir: Path, config: Any, step: int) -> None:
+    """Writes config.json, from a dataclass. A different older one is kept as config.until_STEP.json."""
     file, now = workdir / "config.json", to_mapping(config)
     try:
         before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else now
@@ -37,7 +37,7 @@ def write_config(workdir: Path, config: Config, step: int) -> None:
     write_json(file, now)
 
 
-def truncate_workdir(workdir: Path, config: Config, step: int) -> None:
+def truncate_workdir(workdir: Path, config: Any, step: int) -> None:
     """Writes config.json, and removes metrics and trajectories of the steps from `step` on, which are repeated."""
     write_config(workdir, config, step)
     dropped = cut_jsonl(workdir / "metrics.jsonl", step)

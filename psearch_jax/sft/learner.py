@@ -1,7 +1,7 @@
 """Supervised fine-tuning: cross-entropy on the tokens that a loss mask covers, full or with adapters.
 
-`fit` is the loop. It takes batches by step, so a resumed run trains on the same data as an uninterrupted one. The
-caller chooses the batches: rows of transcripts (`RowBatches`), or the curriculum of the toy policy (cold_start.py).
+Batches are a function of the step, so a resumed run trains on the same data as an uninterrupted one. They are rows of
+transcripts (`RowBatches`), or the curriculum of the toy policy (cold_start.py).
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -24,15 +22,11 @@ from jax.sharding import Mesh
 from psearch_jax.config import Config, DecoderConfig, SFTSection
 from psearch_jax.data.transcripts import Row
 from psearch_jax.models import decoder
-from psearch_jax.runtime import processes
-from psearch_jax.runtime.metrics import WEIGHT, Ratio
-from psearch_jax.train.checkpointing.checkpoint import Checkpoints
-from psearch_jax.train.checkpointing.preemption import Interrupted, StopRequest, describe_saved
+from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.train.learner import token_logprobs
-from psearch_jax.train.saving import CHECKPOINT_EVERY_S
 from psearch_jax.train.state import GRADIENT_CLIP, TrainState
-from psearch_jax.train.trainable import MAX_NONFINITE_UPDATES, Trainable
-from psearch_jax.types import MicroBatch, TrainBatch, UserError
+from psearch_jax.train.trainable import Trainable
+from psearch_jax.types import MicroBatch, TrainBatch
 
 log = logging.getLogger("psearch_jax")
 
@@ -74,6 +68,11 @@ class SupervisedTrainer(Trainable):
             base=base,
         )
 
+    @property
+    def abstract(self) -> TrainState:
+        """The state as ShapeDtypeStructs with shardings."""
+        return self._abstract
+
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
         """Packs rows into micro-batches of the run's widths."""
         return [micro_batch for _, micro_batch in self._packed(row_batch(rows))]
@@ -102,7 +101,7 @@ def row_batch(rows: Sequence[Row]) -> TrainBatch:
     return TrainBatch(ids, length, mask, zeros, zeros, zeros, zeros, zeros, zeros)
 
 
-def digest(rows: Sequence[Row]) -> str:
+def hash_rows(rows: Sequence[Row]) -> str:
     """SHA-256 of the rows in their order."""
     sha256 = hashlib.sha256()
     for ids, mask in rows:
@@ -125,9 +124,6 @@ def make_optimizer(section: SFTSection, steps: int) -> optax.GradientTransformat
     return optax.chain(optax.clip_by_global_norm(GRADIENT_CLIP), adamw)
 
 
-# ---- batches ----
-
-
 class Batches(Protocol):
     """The micro-batches of every step, and a name under which its loss is logged ("" for plain `loss`)."""
 
@@ -148,82 +144,3 @@ class RowBatches:
 
     def __getitem__(self, step: int) -> tuple[str, Sequence[MicroBatch]]:
         return "", self._pack([self._rows[i] for i in self._batches[step]])
-
-
-# ---- the loop ----
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """How long `fit` runs, and what it logs and saves."""
-
-    steps: int
-    log_every_steps: int = 1
-    checkpoint_every_steps: int = 50
-    record: Mapping[str, Any] = field(default_factory=dict)  # JSON-ready, saved in every checkpoint
-    all_steps: int = 0  # of the run, of which these are a part; 0: the same
-
-
-def fit(
-    trainer: Trainable,
-    state: TrainState,
-    batches: Batches,
-    options: FitOptions,
-    log_metrics: Callable[[int, dict[str, float]], None],
-    checkpoints: Checkpoints | None = None,
-    stop: StopRequest | None = None,
-    first: int = 0,
-) -> TrainState:
-    """Takes the optimizer steps from `first` to `options.steps` and returns the last state.
-
-    Args:
-      state: donated.
-      log_metrics: called with the steps taken and the means since the last call.
-      checkpoints: where the state is saved, also after the last step.
-      stop: checked before every micro-batch.
-
-    Raises:
-      Interrupted: after SIGTERM or Ctrl-C, once the last complete step is saved.
-      UserError: too many updates in a row were not finite.
-    """
-    stop = stop or StopRequest()
-    started = saved = time.monotonic()
-    tokens, window = 0, []
-
-    def save(step: int) -> None:
-        if checkpoints and checkpoints.latest() != step:
-            checkpoints.save(step, state, options.record)
-
-    for step in range(first, options.steps):
-        name, pieces = batches[step]
-        try:
-            state, metrics = trainer.update_micro_batches(state, pieces, stop.checker())
-        except Interrupted:
-            if checkpoints:
-                if step:
-                    save(step)
-                checkpoints.wait()
-            raise Interrupted(describe_saved(step)) from None
-        if metrics["nonfinite_in_a_row"] >= MAX_NONFINITE_UPDATES:
-            raise UserError(
-                f"step {step + 1}: loss or gradient was not finite in {MAX_NONFINITE_UPDATES} updates in a "
-                f"row, {trainer.nonfinite_cause(metrics)}; lower sft.learning_rate"
-            )
-        window.append({f"{name}/{key}" if name and key in trainer.metrics else key: v for key, v in metrics.items()})
-        tokens += sum(int(np.count_nonzero(micro_batch.segments)) for micro_batch in pieces)
-        done = step + 1
-        if done % options.log_every_steps == 0 or done == options.steps:
-            keys = dict.fromkeys(key for row in window for key in row if key not in ("nonfinite_param", WEIGHT))
-            means = {key: float(np.mean([row[key] for row in window if key in row])) for key in keys}
-            seconds = time.monotonic() - started
-            means |= {"progress": done / (options.all_steps or options.steps), "tokens_per_s": tokens / seconds}
-            log_metrics(done, means | {"steps_per_s": (done - first) / seconds})
-            window = []
-        # By the clock of the first process, because all save together.
-        late = processes.broadcast(lambda: time.monotonic() - saved) >= CHECKPOINT_EVERY_S  # noqa: B023
-        if done % options.checkpoint_every_steps == 0 or done == options.steps or late:
-            save(done)
-            saved = time.monotonic()
-    if checkpoints:
-        checkpoints.wait()
-    return state
