@@ -51,6 +51,7 @@ def test_the_vocabulary_loop_talks_once(tied):
             assert not re.search(full_head, text)
 
 
+@pytest.mark.weekly
 def test_which_remat_runs_the_kernel_again():
     """With remat=dots the backward pass keeps the kernel's output; with full it runs the kernel again."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")

@@ -107,6 +107,7 @@ def weights(parts):
     return jax.tree.leaves(lora.split_adapters(parts.params)[1])
 
 
+@pytest.mark.slow
 def test_training_continues_adapters_and_evaluation_takes_them(tiny_policy, tmp_path):
     """A run starts from the given adapters, which are also its reference; a moved base is located again."""
     fields = {"model.lora_rank": 3, "model.lora_alpha": 6.0, "learning.learning_rate": 1e-2}
