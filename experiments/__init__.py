@@ -21,7 +21,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the compared settings, as changes of configs/smoke.py."""
+    """One of the compared settings, as changes of configs/smoke.py with the training of running.py."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)  # config fields by their dotted names
     trained: bool = True  # False: evaluate the cold start itself

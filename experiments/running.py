@@ -26,6 +26,14 @@ from psearch_jax.train.checkpointing.settings import WEIGHTS, hash_files
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
+# The training of every arm, in place of the shorter one of the demo (configs/smoke.py).
+TRAINING = {
+    "train.prompts": 24,
+    "learning.mini_batch_rollouts": 192,
+    "learning.learning_rate": 3e-4,
+    "learning.decay_ratio": 0.0,
+    "learning.kl_coefficient": 0.001,
+}
 
 
 def run_all(
@@ -78,13 +86,13 @@ def read_record(file: Path) -> dict[str, Any]:
 
 def open_record(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]) -> dict[str, Any]:
     """The record to which runs are added; a new one if the file does not exist."""
-    base = smoke.get_config().to_dict()
+    base = digest(smoke.get_config().to_dict(), TRAINING)
     settings = {
         "claim": experiment.claim,
         "steps": steps,
         "cold_starts": list(starts),
         "evaluations": {name: asdict(evaluation) for name, evaluation in experiment.evaluations.items()},
-        "arms": {name: asdict(arm) | {"base": digest(base)} for name, arm in experiment.arms.items()},
+        "arms": {name: asdict(arm) | {"base": base} for name, arm in experiment.arms.items()},
     }
     settings = json.loads(json.dumps(settings))
     if not file.is_file():
@@ -112,7 +120,7 @@ def make_run(
     config = smoke.get_config().to_dict()
     if not arm.trained:
         return {"after": evaluate(experiment, arm, work / f"start-{digest(config, start)}", policy)}
-    fields = {"seed": seed, "train.steps": steps, "eval.questions_per_kind": 0, **arm.fields}
+    fields = {"seed": seed, "train.steps": steps, "eval.questions_per_kind": 0, **TRAINING, **arm.fields}
     folder = work / digest(config, fields, start)
     run = folder / "run"
     if not (run / "summary.json").is_file():
