@@ -30,7 +30,9 @@ class _Step:
 
     def __str__(self) -> str:
         counted = f" {self.done} of {self.total}," if self.total else ""
-        return f"{self.name}:{counted} {time.monotonic() - self.began:.0f} s"
+        seconds = time.monotonic() - self.began
+        left = seconds * (self.total - self.done) / self.done if 0 < self.done < self.total else 0.0
+        return f"{self.name}:{counted} {seconds:.0f} s" + (f", about {left:.0f} s left" if left else "")
 
 
 _steps: list[_Step] = []  # the steps in progress, the innermost last

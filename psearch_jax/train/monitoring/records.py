@@ -78,7 +78,8 @@ def report(bar: tqdm, step: int, metrics: Mapping[str, float], may_split: bool) 
     answered = metrics["status/answered"]
     line = f"step {step} reward {metrics['reward']:.3f} answered {answered:.2f} {kinds} {seconds:.1f}s"
     if bar.disable:
-        log.info(line)
+        left = seconds * (bar.total - step - 1) / 60
+        log.info(f"{line}, about {left:.0f} min left" if left >= 1 else line)
     else:
         bar.set_postfix_str(line.removeprefix(f"step {step} "))
     if metrics["status/not_finite"]:
