@@ -40,7 +40,9 @@ def test_a_log_gets_lines_with_counts_and_seconds(quick):
             wait_for(log, "inner")
             raise ZeroDivisionError
     before, _, _ = log.getvalue().partition("inner")
-    assert all(re.fullmatch(r"loading weights: [02] of 3, \d+ s(, about \d+ s left)?", line) for line in before.splitlines())
+    assert all(
+        re.fullmatch(r"loading weights: [02] of 3, \d+ s(, about \d+ s left)?", line) for line in before.splitlines()
+    )
     assert not progress._steps
 
 
