@@ -41,8 +41,6 @@ EXPERIMENT = Experiment(
         "em",
         "decomposition_accuracy",
         "decomposition_ratio",
-        "independent_at_once",
-        "dependent_in_order",
         "turns",
     ),
 )

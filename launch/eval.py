@@ -4,10 +4,10 @@
     python launch/eval.py --model=toy --config=configs/smoke.py --benchmark=closed_world --out=OUT
 
 `--benchmark` may be repeated. FILE is a question file, a directory made by launch/prepare_data.py, or
-tfds:BUILDER:SPLIT. `closed_world:SET` is a built-in set, `closed_world` one benchmark per kind of question, and
-`NAME:closed_world:SET+SET` samples other questions of these sets under a name. Token budgets, prompt and method come
-from --config, or else from the run of the checkpoint, or else are the defaults; --config.SECTION.FIELD sets one. OUT
-gets results.json, results.md, report.html and one file of rows per benchmark.
+tfds:BUILDER:SPLIT. `closed_world:SET` is a built-in set, `closed_world:SET+SET` several as one benchmark, and
+`closed_world` one benchmark per kind of question. Token budgets, prompt and method come from --config, or else from
+the run of the checkpoint, or else are the defaults; --config.SECTION.FIELD sets one. OUT gets results.json,
+results.md, report.html and one file of rows per benchmark.
 With --gold_passages the policy does not search: its context starts with the passages that state the facts, which gives
 an upper limit for any retriever.
 After a kill the same command resumes. `launch/report.py OUT OUT` compares two evaluations.
@@ -16,8 +16,8 @@ After a kill the same command resumes. `launch/report.py OUT OUT` compares two e
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from typing import Any
 
 from absl import flags
 
@@ -35,9 +35,8 @@ OUT = flags.DEFINE_string("out", None, "The directory to write to.")
 TEMPERATURE = policy_flags.temperature_flag(0.0)
 SEED = flags.DEFINE_integer("seed", 1, "Sampling seed; no effect at temperature 0.", 0, 2**32 - 1)
 SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories per question.", lower_bound=1)
-K = flags.DEFINE_multi_integer("k", [], "Report pass@k and maj@k, k at most --samples; repeatable.", lower_bound=1)
+K = flags.DEFINE_multi_integer("k", [], "Report pass@k, k at most --samples; repeatable.", lower_bound=1)
 COUNT = flags.DEFINE_integer("count", 0, "Questions per benchmark; 0: the complete file, 400 per closed-world set.", 0)
-COUNT_SEED = flags.DEFINE_integer("count_seed", 1, "Seed for choosing --count questions from a file.", 0)
 SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Skip bad rows of a file and list them in OUT/skipped.txt.")
 TRAINING = flags.DEFINE_string(
     "training_data", None, "Training questions, to report benchmark questions among them; default: the run's."
@@ -97,7 +96,7 @@ def find_leaks(
       held_out: share of them held out from training.
     """
     from psearch_jax.data.held_out import without_held_out
-    from psearch_jax.data.prepared import TFDS_PREFIX, are_there, open_questions, overlap
+    from psearch_jax.data.prepared import TFDS_PREFIX, find_overlap, location_exists, open_questions
 
     if TRAINING.value:
         training = open_questions(TRAINING.value)
@@ -107,11 +106,11 @@ def find_leaks(
         return {}, "--model names no training questions; --training_data does"
     elif trained_on.startswith(TFDS_PREFIX):
         return {}, f"a TFDS set is not downloaded for this; --training_data={trained_on} does so"
-    elif not are_there(trained_on):
+    elif not location_exists(trained_on):
         return {}, f"{trained_on} not found; see --training_data"
     else:
         training = without_held_out(open_questions(trained_on), held_out)
-    overlapping = {id(q) for q in overlap([q for questions in benchmarks.values() for q in questions], training)}
+    overlapping = {id(q) for q in find_overlap([q for questions in benchmarks.values() for q in questions], training)}
     return {name: [q.id for q in questions if id(q) in overlapping] for name, questions in benchmarks.items()}, ""
 
 
@@ -135,15 +134,12 @@ def main(_: list[str]) -> None:
         lambda: ClosedWorld.make(data.world_seed, names=data.world_names),
         COUNT.value,
         skipped,
-        COUNT_SEED.value,
     )
     questions = {benchmark.name: benchmark.questions for benchmark in loaded}
     config = use_passages(base, [benchmark.closed_world for benchmark in loaded])
     if GOLD.value:
         check_gold(config, questions)
     leaked, unchecked = find_leaks(questions, data.source, data.validation_share)
-
-    from tqdm import tqdm
 
     from psearch_jax.assembly import build  # slow import, after bad input was refused
     from psearch_jax.eval import tables
@@ -166,32 +162,17 @@ def main(_: list[str]) -> None:
     evaluation = Evaluation(OUT.value, questions, settings | sampling)
     weights = parts.sampling_weights()
 
-    total = sum(map(len, questions.values()))
-    bar = tqdm(total=total, unit="question", leave=False, disable=not processes.on_terminal())
-    logged = 0
-
-    def progress(done: int, of: int) -> None:
-        nonlocal logged
-        bar.update(done - bar.n)
-        if bar.disable and done * 10 // of > logged:
-            logged = done * 10 // of
-            log.info("%d of %d questions", done, of)
-
-    def roll_out(part: Any, tell: Any) -> Any:
-        return evaluate(
-            parts.collector,
-            weights,
-            part,
-            seed=SEED.value,
-            step=EVAL_STEP,  # as in the run's own evaluations, so that a checkpoint samples the same tokens here
-            temperature=TEMPERATURE.value,
-            samples=SAMPLES.value,
-            progress=tell,
-        )
-
+    roll_out = functools.partial(
+        evaluate,
+        parts.collector,
+        weights,
+        seed=SEED.value,
+        step=EVAL_STEP,  # as in the run's own evaluations, so that a checkpoint samples the same tokens here
+        temperature=TEMPERATURE.value,
+        samples=SAMPLES.value,
+    )
     per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
-    scores = evaluation.run(roll_out, per_part, progress)
-    bar.close()
+    scores = evaluation.run(roll_out, per_part)
     if not processes.first():
         return
 

@@ -1,12 +1,12 @@
 """Merges question sets into one dataset, which training reads without loading all of it into memory.
 
-    python launch/prepare_data.py --source=nq:FILE --source=hotpotqa:FILE --split=train --out=DIR
+    python launch/prepare_data.py --source=nq:FILE --source=hotpotqa:FILE --out=DIR
     python launch/prepare_data.py --source=made:triples:FILE --corpus=CORPUS.jsonl --questions=2000 --out=DIR
     python launch/train.py --config=configs/qwen7b.py --config.data.source=DIR ...
 
 FILE is FlashRAG jsonl, a set's own JSON array, or Search-R1 parquet. `tfds:BUILDER:SPLIT` reads a set of TensorFlow
-Datasets. `triples:FILE` makes questions from evidence triples (docs/data.md). DIR becomes a TFDS dataset named
-psearch_qa, in array_record files.
+Datasets. `triples:FILE` makes questions from evidence triples (docs/data.md). DIR gets questions.array_record, whose
+rows are JSON objects, and questions.json with their counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ SOURCE = flags.DEFINE_multi_string(
 CORPUS = flags.DEFINE_string("corpus", None, "Corpus whose passages must state the facts of questions from triples.")
 QUESTIONS = flags.DEFINE_integer("questions", 2000, "Number of questions to make from each source of triples.", 1)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the questions made from triples.", 0)
-SPLIT = flags.DEFINE_string("split", "train", "The name of the split to write.")
 OUT = flags.DEFINE_string("out", None, "The directory to create.")
 SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Skip bad rows and list them in DIR/skipped.txt.")
 cli.require("source", "out")
@@ -42,8 +41,6 @@ def main(_: list[str]) -> None:
     for argument, (name, location) in zip(SOURCE.value, sources, strict=True):
         if not name or not location:
             raise UserError(f"--source={argument}: accepted: NAME:FILE, NAME:tfds:BUILDER:SPLIT or NAME:triples:FILE")
-    if not SPLIT.value.isidentifier() or SPLIT.value == "all":
-        raise UserError(f"--split={SPLIT.value}: accepted: a word such as train")
     skipped: list[str] | None = [] if SKIP.value else None
     if not any(location.startswith(TRIPLES_PREFIX) for _, location in sources):
         for name in ("corpus", "questions", "seed"):
@@ -53,7 +50,7 @@ def main(_: list[str]) -> None:
                 )
     corpus = MemoryMappedCorpus(CORPUS.value) if CORPUS.value else None
     triples = TripleOptions(QUESTIONS.value, SEED.value, corpus)
-    questions = prepare(sources, SPLIT.value, OUT.value, skipped, triples)
+    questions = prepare(sources, OUT.value, skipped, triples)
 
     by_source: dict[str, Counter[str]] = {}
     for source, kind, count in questions.counts:

@@ -12,17 +12,14 @@ The same command resumes after the last complete part.
 from __future__ import annotations
 
 import dataclasses
-import logging
-from typing import Any
+import functools
 
 from absl import flags
 
 from psearch_jax.assembly import policy_flags
 from psearch_jax.runtime import cli, processes
 from psearch_jax.runtime.paths import check_new, on_disk
-from psearch_jax.types import Question, UserError
-
-log = logging.getLogger("psearch_jax")
+from psearch_jax.types import UserError
 
 policy_flags.define_flags(None)
 QUESTIONS = flags.DEFINE_string(
@@ -35,7 +32,6 @@ SAMPLES = flags.DEFINE_integer("samples", 8, "Rollouts per question.", 1)
 TEMPERATURE = policy_flags.temperature_flag(1.0)
 KEEP = flags.DEFINE_integer("keep", 1, "Maximum number of rollouts to keep per question.", 1)
 MIN_REWARD = flags.DEFINE_float("min_reward", 1.0, "Minimum reward of a kept rollout.")
-ILL_FORMED = flags.DEFINE_bool("ill_formed", False, "Also keep rollouts that violate the grammar.")
 SEED = flags.DEFINE_integer("seed", 0, "Sampling seed.", 0, 2**32 - 1)
 OUT = flags.DEFINE_string("out", None, "The jsonl file to write.")
 cli.process_flags()
@@ -53,8 +49,6 @@ def main(_: list[str]) -> None:
     out, model = on_disk(OUT.value, "--out"), policy_flags.model()
     check_new(out, "a new file", "--out=")
 
-    from tqdm import tqdm
-
     from psearch_jax.assembly import build
     from psearch_jax.assembly.questions import training_questions
     from psearch_jax.config import with_method
@@ -62,7 +56,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.eval.benchmarks import CLOSED_WORLD
     from psearch_jax.eval.evaluate import FILLS, evaluate, policy_settings, questions_digest
-    from psearch_jax.eval.rejection import Selection, sample
+    from psearch_jax.eval.rejection import sample
 
     config = policy_flags.config(model)
     in_closed_world = QUESTIONS.value == CLOSED_WORLD
@@ -82,38 +76,27 @@ def main(_: list[str]) -> None:
             "accepted: at least one"
         )
     weights = parts.sampling_weights()
-    selection = Selection(KEEP.value, MIN_REWARD.value, not ILL_FORMED.value)
     retriever = parts.collector.retriever
     passages = processes.broadcast(lambda: retriever.describe() if retriever else {})
     settings = policy_settings(parts.config, parts.tokenizer, parts.params, passages) | {
-        "questions": questions_digest(questions, with_metadata=True),
+        "questions": questions_digest(questions),
         "sampling": {"samples": SAMPLES.value, "temperature": TEMPERATURE.value, "seed": SEED.value},
-        "selection": dataclasses.asdict(selection),
+        "selection": {"keep": KEEP.value, "min_reward": MIN_REWARD.value},
         "reward": dataclasses.asdict(with_method(config).reward),
     }
 
-    def roll_out(part: list[Question]) -> Any:
-        return evaluate(
-            parts.collector,
-            weights,
-            part,
-            seed=SEED.value,
-            step=0,
-            temperature=TEMPERATURE.value,
-            samples=SAMPLES.value,
-        )
-
-    bar = tqdm(total=len(questions), unit="question", leave=False, disable=not processes.on_terminal())
-
-    def progress(done: int, of: int) -> None:
-        bar.update(done - bar.n)
-        if bar.disable:
-            log.info("%d of %d questions", done, of)
-
+    roll_out = functools.partial(
+        evaluate,
+        parts.collector,
+        weights,
+        seed=SEED.value,
+        step=0,
+        temperature=TEMPERATURE.value,
+        samples=SAMPLES.value,
+    )
     per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
     reward = build.make_reward(parts.config, parts.tokenizer)
-    figures = sample(out, questions, roll_out, reward, selection, settings, per_part, progress)
-    bar.close()
+    figures = sample(out, questions, roll_out, reward, KEEP.value, MIN_REWARD.value, settings, per_part)
     if not processes.first():
         return
     print(

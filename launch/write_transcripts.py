@@ -43,10 +43,10 @@ def main(_: list[str]) -> None:
     from psearch_jax.data.held_out import without_held_out
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.data.scripted_transcripts import Alternation, TranscriptWriter, transcript_row
-    from psearch_jax.data.transcripts import Observations
     from psearch_jax.data.triples import rounds_of
     from psearch_jax.eval.tables import table
     from psearch_jax.limits import validate
+    from psearch_jax.text.tags import render_observation
     from psearch_jax.text.tokenizer import Tokenizer
 
     cli.configure_jax()
@@ -55,7 +55,7 @@ def main(_: list[str]) -> None:
     check_new(out, "a new file", "--out=")
     make_writable(out.parent)
     share = config.data.validation_share
-    questions = [q for place in QUESTIONS.value for q in without_held_out(open_questions(place), share)]
+    questions = [q for location in QUESTIONS.value for q in without_held_out(open_questions(location), share)]
     usable = [question for question in questions if rounds_of(question)]
     if not usable:
         raise UserError(
@@ -66,14 +66,15 @@ def main(_: list[str]) -> None:
     if not section.passages:
         raise UserError("config.retrieval: no passages named, accepted: index, corpus or url")
     tokenizer = Tokenizer.load(packaged(config.model.tokenizer or config.model.path))
-    observations = Observations.of(config.rollout)
     retriever = build.make_retriever(config, None)
 
     def search(queries: Sequence[str]) -> list[list[Passage]]:
         return [list(map(in_utf8, ranking)) for ranking in retriever.search(list(queries), section.topk)]
 
     def observe(queries: Sequence[str], rankings: Sequence[Sequence[Passage]]) -> str:
-        return tokenizer.decode(observations.render(queries, rankings, tokenizer.encode_foreign))
+        return tokenizer.decode(
+            render_observation(queries, rankings, tokenizer.encode_foreign, config.rollout.obs_tokens)
+        )
 
     rng = np.random.default_rng([SEED.value, 0x7EAC])
     search_turns = config.rollout.search_turns

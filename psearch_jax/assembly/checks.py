@@ -7,7 +7,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from psearch_jax.config import Config, DecoderConfig
-from psearch_jax.data.prepared import are_there
+from psearch_jax.data.prepared import location_exists
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.runtime import hub
 from psearch_jax.runtime.paths import is_remote, on_disk, packaged
@@ -51,7 +51,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
     if training:
         questions = {"data.source": data.source, "data.validation": data.validation}
         files = {name: path for name, path in questions.items() if path not in ("", CLOSED_WORLD)}
-        lines += [_not_found(name, path) for name, path in files.items() if not are_there(path)]
+        lines += [_not_found(name, path) for name, path in files.items() if not location_exists(path)]
     local = {
         "model.path": model.path if is_remote(model.path) else "",
         "model.tokenizer": tokenizer if is_remote(tokenizer) else "",

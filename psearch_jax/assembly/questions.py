@@ -9,7 +9,7 @@ from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.question_forms import kind_counts, questions
 from psearch_jax.config import Config, best_metric
 from psearch_jax.data.held_out import hold_out, pick
-from psearch_jax.data.prepared import kinds_of, open_questions, overlap
+from psearch_jax.data.prepared import count_kinds, find_overlap, open_questions
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchmark
 from psearch_jax.rl.rewards import never_pays_for_splitting
 from psearch_jax.types import KINDS, Kind, Question, UserError
@@ -34,7 +34,7 @@ def load_questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[
     data = config.data
     if world is None:
         train: Sequence[Question] = open_questions(data.source)
-        if never_pays_for_splitting(kinds_of(train), config.reward):
+        if never_pays_for_splitting(count_kinds(train), config.reward):
             log.warning(
                 f"{data.source}: no question is parallel (metadata.type), so the reward never pays for splitting"
             )
@@ -49,7 +49,7 @@ def load_questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[
                 "%d training questions; %d of %d validation questions are used", len(train), len(asked), len(held)
             )
         if data.validation and isinstance(train, list):  # a prepared directory is not read just for this
-            leaked = len(overlap(asked, train))
+            leaked = len(find_overlap(asked, train))
             if leaked:
                 log.warning("%d of the %d validation questions are also training questions", leaked, len(asked))
         check_best_metric(config, asked)

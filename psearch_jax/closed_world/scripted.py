@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED
-from psearch_jax.data.transcripts import Observations, Row, TranscriptTurn, encode_transcript
+from psearch_jax.data.transcripts import Row, TranscriptTurn, encode_transcript
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question
@@ -197,5 +197,5 @@ def write_all(
             for step in steps
         ]
         prompt = render_prompt(tokenizer, template, question.text)
-        rows.append(encode_transcript(tokenizer, prompt, turns, Observations(OBSERVATION_TOKENS), encode))
+        rows.append(encode_transcript(tokenizer, prompt, turns, OBSERVATION_TOKENS, encode))
     return rows

@@ -14,7 +14,7 @@ from typing import Any
 from psearch_jax.types import KINDS, Question, UserError
 
 
-def place(question: Question) -> float:
+def hash_question(question: Question) -> float:
     """A hash of a question's source and id in [0, 1); questions below `share` are held out."""
     return int.from_bytes(hashlib.sha256(b"validation" + question.identity).digest()[:7]) / 2**56
 
@@ -23,27 +23,20 @@ class Selection(Sequence[Question]):
     """A subset of a lazily read sequence of questions.
 
     Args:
-      places: the indices of the subset.
+      rows: the indices of the subset.
       fingerprint: for `QuestionLoader`.
     """
 
-    def __init__(self, questions: Sequence[Question], places: Sequence[int], fingerprint: str):
-        self._questions, self._places, self.fingerprint = questions, places, fingerprint
+    def __init__(self, questions: Sequence[Question], rows: Sequence[int], fingerprint: str):
+        self._questions, self._rows, self.fingerprint = questions, rows, fingerprint
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._rows)
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        return self._questions[self._places[place]]
-
-
-def without_held_out(questions: Sequence[Question], share: float) -> Sequence[Question]:
-    """The questions that `hold_out` leaves for training; with `share` 0 all of them, without reading any."""
-    if not share:
-        return questions
-    return _selected(questions, [i for i, question in enumerate(questions) if place(question) >= share], share)
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._questions[row] for row in self._rows[index]]
+        return self._questions[self._rows[index]]
 
 
 def hold_out(questions: Sequence[Question], share: float) -> tuple[Sequence[Question], list[Question]]:
@@ -52,24 +45,30 @@ def hold_out(questions: Sequence[Question], share: float) -> tuple[Sequence[Ques
     Raises:
       UserError: nothing is held out, or nothing is left.
     """
-    kept, held = [], []
-    for i, question in enumerate(questions):
-        if place(question) < share:
-            held.append(question)
-        else:
-            kept.append(i)
+    kept, held = _divide(questions, share)
     if not held or not kept:
         raise UserError(
             f"config.data.validation_share: {share} of {len(questions)} questions holds out {len(held)} and leaves "
             f"{len(kept)}, accepted: a share that does both"
         )
-    return _selected(questions, kept, share), held
+    return kept, held
 
 
-def _selected(questions: Sequence[Question], places: Sequence[int], share: float) -> Sequence[Question]:
+def without_held_out(questions: Sequence[Question], share: float) -> Sequence[Question]:
+    """The questions that `hold_out` leaves for training; with `share` 0 all of them, without reading any."""
+    return _divide(questions, share)[0] if share else questions
+
+
+def _divide(questions: Sequence[Question], share: float) -> tuple[Sequence[Question], list[Question]]:
+    kept, held = [], []
+    for i, question in enumerate(questions):
+        if hash_question(question) < share:
+            held.append(question)
+        else:
+            kept.append(i)
     if isinstance(questions, list):
-        return [questions[i] for i in places]
-    return Selection(questions, places, f"{getattr(questions, 'fingerprint', '')} without {share}")
+        return [questions[i] for i in kept], held
+    return Selection(questions, kept, f"{getattr(questions, 'fingerprint', '')} without {share}"), held
 
 
 def pick(questions: Iterable[Question], per_kind: int) -> list[Question]:
@@ -77,4 +76,4 @@ def pick(questions: Iterable[Question], per_kind: int) -> list[Question]:
     groups: dict[str, list[Question]] = defaultdict(list)
     for question in questions:
         groups[question.kind].append(question)
-    return [q for kind in KINDS for q in sorted(groups[kind], key=place)[:per_kind]]
+    return [q for kind in KINDS for q in sorted(groups[kind], key=hash_question)[:per_kind]]

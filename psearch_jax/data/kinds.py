@@ -7,8 +7,6 @@ both. `single`: one fact, or a set without labels.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from functools import cached_property
 
 from psearch_jax.types import KINDS, Kind
 
@@ -29,49 +27,20 @@ KIND_OF_LABEL: dict[str, Kind] = {
 }
 UNLABELLED: Kind = "single"
 
-
-@dataclass(frozen=True)
-class Graph:
-    """The single-hop questions that make up a question: hop i needs the answers of the hops `needs[i]`."""
-
-    needs: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def rounds(self) -> tuple[tuple[int, ...], ...]:
-        """The hops in the fewest rounds; the hops of a round are independent of one another."""
-        depth: list[int] = []
-        for needed in self.needs:  # a hop only needs earlier ones
-            depth.append(1 + max((depth[hop] for hop in needed), default=-1))
-        return tuple(tuple(hop for hop, d in enumerate(depth) if d == level) for level in range(max(depth) + 1))
-
-    @property
-    def width(self) -> int:
-        """The largest number of hops that can be searched at once."""
-        return max(map(len, self.rounds))
-
-    @property
-    def kind(self) -> Kind:
-        """`single`, `sequential` (one hop per round), `parallel` (one round) or `mixed`."""
-        if len(self.needs) == 1:
-            return "single"
-        if self.width == 1:
-            return "sequential"
-        return "parallel" if len(self.rounds) == 1 else "mixed"
-
-
-# Table 1 of MuSiQue (arXiv 2108.00573): the six graphs, by the first part of a question's id.
-MUSIQUE_GRAPHS: dict[str, Graph] = {
-    "2hop": Graph(((), (0,))),
-    "3hop1": Graph(((), (0,), (1,))),
-    "3hop2": Graph(((), (), (0, 1))),
-    "4hop1": Graph(((), (0,), (1,), (2,))),
-    "4hop2": Graph(((), (), (0, 1), (2,))),
-    "4hop3": Graph(((), (0,), (), (1, 2))),
+# The six graphs of single-hop questions in MuSiQue (arXiv 2108.00573, table 1), by the first part of a question's id.
+# In 3hop2, 4hop2 and 4hop3 two of the hops are independent of each other.
+KIND_OF_MUSIQUE_GRAPH: dict[str, Kind] = {
+    "2hop": "sequential",
+    "3hop1": "sequential",
+    "3hop2": "mixed",
+    "4hop1": "sequential",
+    "4hop2": "mixed",
+    "4hop3": "mixed",
 }
-_MUSIQUE_ID = re.compile(rf"({'|'.join(MUSIQUE_GRAPHS)})__[0-9_]+")
+_MUSIQUE_ID = re.compile(rf"({'|'.join(KIND_OF_MUSIQUE_GRAPH)})__[0-9_]+")
 
 
-def musique_graph(identifier: object) -> str | None:
-    """The name of the graph in a MuSiQue id such as `3hop2__132929_684936_160088`; None for any other id."""
+def musique_kind(identifier: object) -> Kind | None:
+    """The kind of a question with a MuSiQue id such as `3hop2__132929_684936_160088`; None for any other id."""
     match = _MUSIQUE_ID.fullmatch(identifier) if isinstance(identifier, str) else None
-    return match[1] if match else None
+    return KIND_OF_MUSIQUE_GRAPH[match[1]] if match else None

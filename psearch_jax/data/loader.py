@@ -13,9 +13,8 @@ from psearch_jax.types import Question, UserError, digest
 class QuestionLoader:
     """An iterator over batches of different questions, in an order that depends only on the seed.
 
-    Every epoch is one shuffle of all questions. Process p of P takes every P-th question from the p-th on, so the
-    questions of a step over all processes depend only on `batch * process_count`. The remainder that does not fill a
-    step is dropped; it differs between epochs, because each is shuffled anew.
+    Every epoch is a new shuffle of all questions, without the remainder that does not fill a step. Process p of P
+    takes every P-th question from the p-th on, so the questions of a step depend only on `batch * process_count`.
 
     Args:
       questions: the same list in every process.
@@ -88,9 +87,8 @@ class QuestionLoader:
             raise UserError("data: the saved loader state is not one, accepted: fields grain and fingerprint")
         for name, ours in self._fingerprint.items():
             if saved.get(name) != ours:
-                what = "other questions or another order of them" if name == "data" else f"{name}={saved.get(name)}"
-                now = f"{name} {ours[:12]}" if name == "data" else f"{name}={ours}"
+                before = "other questions or another order of them" if name == "data" else f"{name}={saved.get(name)}"
                 raise UserError(
-                    f"data: the saved position was made with {what}, found {now}; accepted: the same {name} as before"
+                    f"data: the saved position was made with {before}, found {name}={ours}; accepted: the same {name}"
                 )
         self._iterator.set_state(state["grain"])

@@ -1,29 +1,25 @@
 """Questions from any location: a file, a directory made by launch/prepare_data.py, or a TFDS dataset.
 
-A prepared directory is a TFDS dataset, `psearch_qa`, whose rows are read lazily: a million questions cost neither
-memory nor start-up time.
+The rows of a prepared directory are read lazily: a million questions cost neither memory nor start-up time.
 """
 
 from __future__ import annotations
 
-import io
+import hashlib
+import json
 import logging
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 from tqdm import tqdm
 
-from psearch_jax.data.sources import Seen, collect_questions, from_json, iter_questions, read_questions
+from psearch_jax.data.sources import Seen, add_to_seen, convert_rows, iter_questions, read_questions
 from psearch_jax.data.triple_questions import make_questions
 from psearch_jax.data.triples import read_triples, select_stated
-from psearch_jax.runtime.paths import locate, on_disk
+from psearch_jax.runtime.paths import locate, on_disk, write_atomically
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Kind, Question, UserError, first_line
 from retrieval.protocol import Passage
@@ -31,7 +27,8 @@ from retrieval.protocol import Passage
 log = logging.getLogger("psearch_jax")
 TFDS_PREFIX = "tfds:"
 TRIPLES_PREFIX = "triples:"
-_DATASET = "psearch_qa"
+# The files of a prepared directory: one JSON object per question, and their number, fingerprint and counts.
+_ROWS, _SUMMARY = "questions.array_record", "questions.json"
 
 
 @dataclass(frozen=True)
@@ -47,91 +44,79 @@ class PreparedQuestions(Sequence[Question]):
     """The questions of a prepared directory, in the order in which they were written."""
 
     def __init__(self, directory: str | Path):
-        """Raises `UserError` when `directory` is not a prepared directory, or when its dataset cannot be read."""
-        import tensorflow_datasets as tfds  # does not load TensorFlow, but takes seconds to import
+        """Raises `UserError` when `directory` is not a prepared directory, or when its files cannot be read."""
+        from grain.sources import ArrayRecordDataSource
 
-        versions = sorted((on_disk(directory, "questions") / _DATASET).glob("[0-9]*.[0-9]*.[0-9]*"))
-        if not versions:
-            raise UserError(f"{directory}: holds no {_DATASET}, accepted: a directory of launch/prepare_data.py")
+        directory = on_disk(directory, "questions")
+        if not (directory / _SUMMARY).is_file():
+            raise UserError(f"{directory}: holds no {_SUMMARY}, accepted: a directory of launch/prepare_data.py")
         try:
-            builder = tfds.builder_from_directory(versions[-1])
-            (self.split,) = builder.info.splits
-            self._rows: Any = builder.as_data_source(split=self.split)
-            metadata = builder.info.metadata or {}
-            self.fingerprint: str = metadata["fingerprint"]
-            self.counts: list[tuple[str, str, int]] = [tuple(row) for row in metadata["counts"]]
-            for end in np.cumsum(builder.info.splits[self.split].shard_lengths):
-                self._rows[int(end) - 1]  # fails if a shard is truncated
-        except Exception as error:  # damaged files make the readers raise various errors
-            raise UserError(f"{versions[-1]}: cannot be read ({first_line(error)}); prepare it again") from None
+            summary = json.loads((directory / _SUMMARY).read_text(encoding="utf-8"))
+            self.fingerprint: str = summary["fingerprint"]
+            self.counts: list[tuple[str, str, int]] = [tuple(row) for row in summary["counts"]]
+            self._rows = ArrayRecordDataSource(str(directory / _ROWS))
+            if len(self._rows) != summary["questions"]:
+                raise ValueError(f"{len(self._rows)} of {summary['questions']} questions")
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{directory / _ROWS}: cannot be read ({first_line(error)}); prepare it again") from None
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        from psearch_jax.data.psearch_qa import to_question
-
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        return to_question(self._rows[int(index) % len(self)])
+        fields = json.loads(self._rows[int(index) % len(self)])
+        return Question(**fields | {"answers": tuple(fields["answers"])})
 
 
 def prepare(
     sources: Sequence[tuple[str, str]],
-    split: str,
     out: str | Path,
     skipped: list[str] | None = None,
     triples: TripleOptions = TripleOptions(),
 ) -> PreparedQuestions:
-    """Writes the questions of `sources`, (name, location) pairs, as one dataset into `out`, completely or not at all.
+    """Writes the questions of `sources`, (name, location) pairs, into the directory `out`, completely or not at all.
 
     Args:
-      split: the name of the TFDS split.
       skipped: receives one line per bad row; without it the first bad row is an error.
       triples: how questions are made from locations triples:FILE.
 
     Raises:
-      UserError: as `iter_questions`, for ids that two sources share, when there are no questions, and when `out`
-        already contains a dataset.
+      UserError: as `iter_questions`, for ids that two sources share, when there are no questions, and when `out` is
+        already prepared.
     """
-    import tensorflow_datasets as tfds
-
-    from psearch_jax.data.psearch_qa import PsearchQa
+    from array_record.python.array_record_module import ArrayRecordWriter
 
     out = on_disk(out, "--out")
-    folder = out / _DATASET
-    if list(folder.glob("[0-9]*")):
-        raise UserError(f"--out={out}: already holds a prepared dataset, accepted: a new directory")
-    shutil.rmtree(folder, ignore_errors=True)  # left by a killed run
-    stopped: list[UserError] = []
-
-    def questions() -> Iterator[Question]:
-        seen: Seen = {}
-        try:
-            for name, location in sources:
-                rows = _iter_location(location, name, skipped, seen, triples)
-                yield from tqdm(rows, desc=name, unit="question", disable=None)
-            if not seen:
-                locations = ", ".join(location for _, location in sources)
-                raise UserError(f"{locations}: no questions found, at least one is needed")
-        except UserError as error:  # TFDS would wrap it in its own error
-            stopped.append(error)
-            raise
-
-    fresh = not out.exists()
-    tfds.disable_progress_bar()
-    logging.getLogger("absl").setLevel(logging.WARNING)
+    if (out / _SUMMARY).exists():
+        raise UserError(f"--out={out}: already holds prepared questions, accepted: a new directory")
+    is_new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    fingerprint, counts, seen = hashlib.sha256(), Counter(), cast(Seen, {})
+    writer = ArrayRecordWriter(str(out / _ROWS), "group_size:1")  # each row can be read on its own
     try:
-        # TFDS prints about downloads and makes a folder for them, although there are none.
-        with redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as nothing:
-            PsearchQa(questions, split, data_dir=out).download_and_prepare(download_dir=nothing)
-    except Exception:
-        shutil.rmtree(out if fresh else folder, ignore_errors=True)
-        if stopped:
-            raise stopped[0] from None
+        for name, location in sources:
+            rows = _iter_location(location, name, skipped, seen, triples)
+            for question in tqdm(rows, desc=name, unit="question", disable=None):
+                writer.write(json.dumps(asdict(question), ensure_ascii=False).encode())
+                fingerprint.update(question.contents)
+                counts[question.source, question.kind] += 1
+        if not seen:
+            locations = ", ".join(location for _, location in sources)
+            raise UserError(f"{locations}: no questions found, at least one is needed")
+    except BaseException:
+        writer.close()
+        (out / _ROWS).unlink()
+        if is_new:
+            out.rmdir()
         raise
+    writer.close()
+    summary = {"questions": len(seen), "fingerprint": fingerprint.hexdigest()}
+    summary["counts"] = [[source, kind, count] for (source, kind), count in counts.items()]
+    write_atomically(out / _SUMMARY, json.dumps(summary) + "\n")  # last: a directory without it is not complete
     return PreparedQuestions(out)
 
 
@@ -150,7 +135,7 @@ def open_questions(
     return read_questions(location, source, skipped)
 
 
-def kinds_of(questions: Sequence[Question]) -> Counter[Kind]:
+def count_kinds(questions: Sequence[Question]) -> Counter[Kind]:
     """The number of questions of each kind. A prepared directory knows it; other questions are all read."""
     if not isinstance(questions, PreparedQuestions):
         return Counter(question.kind for question in questions)
@@ -160,16 +145,16 @@ def kinds_of(questions: Sequence[Question]) -> Counter[Kind]:
     return counts
 
 
-def are_there(location: str) -> bool:
+def location_exists(location: str) -> bool:
     """Whether a location exists; for a TFDS dataset always True, because only opening it can tell."""
     return location.startswith(TFDS_PREFIX) or locate(location).exists()
 
 
-def overlap(questions: Iterable[Question], training: Iterable[Question]) -> list[Question]:
+def find_overlap(questions: Iterable[Question], training: Iterable[Question]) -> list[Question]:
     """Those of `questions` whose normalised text is also a training question's, and so leak into the result."""
     questions = list(questions)
     texts = {normalise(question.text) for question in questions}
-    known = {text for text in (normalise(question.text) for question in training) if text in texts}
+    known = texts & {normalise(question.text) for question in training}
     return [question for question in questions if normalise(question.text) in known]
 
 
@@ -178,16 +163,16 @@ def _iter_location(
 ) -> Iterator[Question]:
     if location.startswith(TFDS_PREFIX):
         name = location.removeprefix(TFDS_PREFIX)
-        yield from collect_questions(_tfds_rows(location), from_json, source, name, skipped, seen)
+        yield from convert_rows(_tfds_rows(location), source or name, skipped, seen)
     elif location.startswith(TRIPLES_PREFIX):
         triples, source = read_triples(location.removeprefix(TRIPLES_PREFIX), skipped), source or "triples"
         if options.corpus is not None:
             stated = select_stated(triples, options.corpus)
             log.info("%s: passages about their entity state %d of %d triples", location, len(stated), len(triples))
             triples = stated
-        questions = make_questions(triples, seed=options.seed, count=options.count, source=source)
-        rows = ((location, question) for question in questions)
-        yield from collect_questions(rows, lambda question, *_: question, source, "", skipped, seen)
+        for question in make_questions(triples, seed=options.seed, count=options.count, source=source):
+            add_to_seen(question, location, seen)
+            yield question
     else:
         yield from iter_questions(location, source, skipped, seen)
 
@@ -197,21 +182,20 @@ def _tfds_rows(location: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Supported: `question` with `answer` or `answers`, a list of strings or TriviaQA's record of value and aliases.
     """
-    import tensorflow_datasets as tfds
+    import tensorflow_datasets as tfds  # does not load TensorFlow, but takes seconds to import
 
     name, colon, split = location.removeprefix(TFDS_PREFIX).rpartition(":")
     if not colon or not name or not split:
         raise UserError(f"{location}: accepted: tfds:BUILDER:SPLIT, or tfds:DIRECTORY:SPLIT")
     try:
         if Path(name).is_dir():
-            builder = tfds.builder_from_directory(name)
-            rows: Any = builder.as_data_source(split=split)
+            rows: Any = tfds.builder_from_directory(name).as_data_source(split=split)
         else:
             rows = tfds.data_source(name, split=split)
     except Exception as error:  # unknown names, missing splits, no network, files of another format
         raise UserError(f"{location}: cannot be opened ({first_line(error)})") from None
     for index in range(len(rows)):
-        row = _decode(rows[index])
+        row = json.loads(json.dumps(rows[index], default=_as_json))
         answer = row.get("answers", row.get("answer"))
         if isinstance(answer, dict):
             answer = list(dict.fromkeys([answer.get("value"), *answer.get("aliases", [])]))
@@ -219,12 +203,6 @@ def _tfds_rows(location: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{location}: row {index + 1}", {**row, "id": identifier, "golden_answers": answer}
 
 
-def _decode(value: Any) -> Any:
-    """Converts TFDS's bytes to str and its arrays to lists."""
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    if isinstance(value, dict):
-        return {name: _decode(item) for name, item in value.items()}
-    if isinstance(value, np.ndarray | list | tuple):
-        return [_decode(item) for item in value]
-    return value.item() if isinstance(value, np.generic) else value
+def _as_json(value: Any) -> Any:
+    """TFDS's bytes, arrays and numbers as JSON values."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value.tolist()

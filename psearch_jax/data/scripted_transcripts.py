@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from psearch_jax.data.transcripts import TranscriptTurn
-from psearch_jax.data.triples import Rounds, Triple, rounds_of
-from psearch_jax.text.answers import contains_words, normalise
+from psearch_jax.data.triples import Rounds, Triple, is_stated, rounds_of
+from psearch_jax.text.answers import normalise
 from psearch_jax.text.tags import MAX_SUB_QUERIES, SEPARATOR, split_sub_queries
 from psearch_jax.types import KINDS, Question
 from retrieval.protocol import Passage
@@ -59,8 +59,8 @@ class TranscriptWriter:
             if not queries or (split and not turns and len(queries) == 1):
                 return None
             rankings = tuple(map(tuple, self.search(queries)))
-            passages = [f"{passage.title} {passage.text}" for ranking in rankings for passage in ranking]
-            shown = [self.observe(queries, rankings)]
+            passages = [normalise(f"{p.title} {p.text}") for ranking in rankings for p in ranking]
+            shown = [normalise(self.observe(queries, rankings))]
             # Also in a passage: the observation repeats the queries.
             if not all(is_stated(fact, passages) and is_stated(fact, shown) for fact in facts):
                 return None
@@ -87,30 +87,15 @@ def plan_searches(rounds: Rounds, split: bool, several: bool) -> list[tuple[list
     has one sub-query.
     """
     first, *later = rounds
-    searches = [([word_query(triple)], [triple]) for triple in first]
-    if split:
-        queries = [word_query(triple) for triple in first]
-        if len(queries) == 1:  # no second independent fact: the next fact by its path, or only the entity
-            path = f"{word_query(first[0])} {later[0][0].relation}" if later else first[0].entity
-            queries.append(path)
-        searches = [(queries, list(first))]
-    for r in later:
-        if several and (split or len(first) > 1):
-            searches.append(([word_query(triple) for triple in r], list(r)))
-        else:
-            searches += [([word_query(triple)], [triple]) for triple in r]
+    at_once = several and (split or len(first) > 1)  # the later rounds
+    searches = []
+    for r, together in ((first, split), *((r, at_once) for r in later)):
+        groups = [list(r)] if together else [[triple] for triple in r]
+        searches += [([f"{t.entity} {t.relation}" for t in facts], facts) for facts in groups]
+    queries, facts = searches[0]
+    if split and len(queries) == 1:  # no second independent fact: the next fact by its path, or only the entity
+        queries.append(f"{queries[0]} {later[0][0].relation}" if later else facts[0].entity)
     return searches
-
-
-def word_query(triple: Triple) -> str:
-    """The sub-query that looks up one fact."""
-    return f"{triple.entity} {triple.relation}"
-
-
-def is_stated(fact: Triple, texts: Sequence[str]) -> bool:
-    """Whether one of the texts contains the fact's value, as complete words; a date in any spelling."""
-    values, texts = list(map(normalise, fact.value_spellings)), list(map(normalise, texts))
-    return any(contains_words(text, value) for value in values for text in texts)
 
 
 class Alternation:
@@ -118,13 +103,10 @@ class Alternation:
 
     def __init__(self, share: float, rng: np.random.Generator):
         self.share = share
+        # The decisions that can come: both, unless the share is 0 or 1.
+        self.possible = [split for split in (False, True) if share != 1 - split]
         self._start = dict(zip(KINDS, rng.random(len(KINDS)).tolist(), strict=True))
         self._decided: Counter[str] = Counter()
-
-    @property
-    def possible(self) -> list[bool]:
-        """The decisions that can come: both, unless the share is 0 or 1."""
-        return [split for split in (False, True) if self.share != 1 - split]
 
     def next(self, kind: str) -> bool:
         """Whether the next question of this kind is split."""
@@ -138,6 +120,6 @@ def transcript_row(question: Question, turns: Sequence[TranscriptTurn]) -> dict:
     rows = []
     for turn in turns:
         rankings = [[{"title": p.title, "text": p.text} for p in ranking] for ranking in turn.passages]
-        rows.append({"text": turn.text, "passages": rankings} if turn.queries else {"text": turn.text})
+        rows.append({"text": turn.text} | ({"passages": rankings} if turn.queries else {}))
     asked = {"source": question.source, "id": question.id, "kind": question.kind, "question": question.text}
     return {**asked, "golden_answers": list(question.answers), "turns": rows}

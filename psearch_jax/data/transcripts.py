@@ -14,25 +14,18 @@ The loss covers the model's own tokens: never a prompt, a passage or a correctiv
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from psearch_jax.config import RolloutSection
 from psearch_jax.runtime.paths import locate
+from psearch_jax.text import tags
 from psearch_jax.text.prompts import render_messages, render_prompt
-from psearch_jax.text.tags import (
-    ANSWER_CLOSE,
-    CORRECTIVE_MESSAGE,
-    MAX_SUB_QUERIES,
-    SEARCH_CLOSE,
-    parse_turn,
-    render_observation,
-)
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
 from retrieval.protocol import Passage
@@ -51,28 +44,11 @@ class TranscriptTurn:
     trained: bool = True  # whether the loss covers it
 
 
-@dataclass(frozen=True)
-class Observations:
-    """How passages are rendered, from config section `rollout`."""
-
-    tokens: int  # budget of one observation
-
-    @classmethod
-    def of(cls, rollout: RolloutSection) -> Observations:
-        return cls(rollout.obs_tokens)
-
-    def render(
-        self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], encode: Callable[[str], list[int]]
-    ) -> list[int]:
-        """The token ids that `render_observation` makes of the passages of one search."""
-        return render_observation(queries, passages, encode, self.tokens)
-
-
 def encode_transcript(
     tokenizer: Tokenizer,
     prompt: Sequence[int],
     turns: Sequence[TranscriptTurn],
-    observations: Observations,
+    obs_tokens: int,
     encode: Callable[[str], list[int]] | None = None,
 ) -> Row:
     """The token ids of a trajectory and its loss mask, in the layout of a rollout.
@@ -82,6 +58,7 @@ def encode_transcript(
 
     Args:
       prompt: token ids.
+      obs_tokens: the budget of one observation.
       encode: text to token ids, never a control token; default: the tokenizer's `encode_reply` for replies, and its
         `encode_foreign` for observations.
     """
@@ -94,9 +71,9 @@ def encode_transcript(
         if not turn.queries:
             reply = reply + stop
             if not last:
-                observed = tokenizer.next_user_message(CORRECTIVE_MESSAGE.strip(), observations.tokens)
+                observed = tokenizer.next_user_message(tags.CORRECTIVE_MESSAGE.strip(), obs_tokens)
         elif not last:
-            observed = observations.render(turn.queries, turn.passages, encode)
+            observed = tags.render_observation(turn.queries, turn.passages, encode, obs_tokens)
         ids += reply + observed
         mask += [turn.trained] * len(reply) + [False] * len(observed)
     return np.asarray(ids, np.int32), np.asarray(mask, bool)
@@ -107,7 +84,7 @@ def read_rows(
     tokenizer: Tokenizer,
     template: str | None,
     rollout: RolloutSection,
-    max_sub_queries: int = MAX_SUB_QUERIES,
+    max_sub_queries: int = tags.MAX_SUB_QUERIES,
 ) -> list[Row]:
     """The rows of a jsonl file, in order.
 
@@ -121,17 +98,21 @@ def read_rows(
         written with another tokenizer, has nothing to learn from, or is longer than `rollout.context_tokens`.
     """
     path = locate(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}), accepted: a jsonl file") from None
     rows = []
-    for where, value in _objects(path):
-        if "ids" in value:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}: line {number}"
+        value = _parse(line, where)
+        if isinstance(value, _Rollout):
             row = _rollout_row(value, tokenizer, where)
         else:
             prompt = _prompt(value, tokenizer, template, where)
-            turns = [
-                _turn(turn, max_sub_queries, f"{where}: turn {n}") for n, turn in enumerate(_turns(value, where), 1)
-            ]
-            _check_order(turns, where)
-            row = encode_transcript(tokenizer, prompt, turns, Observations.of(rollout))
+            row = encode_transcript(tokenizer, prompt, _turns(value, max_sub_queries, where), rollout.obs_tokens)
         if not row[1].any():
             raise UserError(f"{where}: no token to learn from, accepted: at least one turn that is trained on")
         if len(row[0]) > rollout.context_tokens:
@@ -145,107 +126,102 @@ def read_rows(
     return rows
 
 
-def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, object) of every line that is not blank."""
+# ---- the fields of a line ----
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Passage(_Strict):
+    id: str = ""
+    title: str = ""
+    text: str  # may be empty: a corpus may have passages of a title alone
+
+
+class _Turn(_Strict):
+    text: str = Field(pattern=r"\S")  # not blank
+    passages: list[list[_Passage]] = []
+    train: bool = True
+
+
+class _Transcript(_Strict):
+    question: str = ""  # needed with a template
+    prompt: Any = None  # needed without
+    turns: list[_Turn] = Field(min_length=1)
+
+
+class _SampledTurn(_Strict):
+    text: str
+    n_sampled: int
+
+
+class _Rollout(_Strict):
+    ids: list[int]
+    mask: list[Annotated[bool, Field(strict=False)]]  # 0 or 1
+    turns: list[_SampledTurn]
+
+
+def _form(value: Any) -> str:
+    return "rollout" if isinstance(value, dict) and "ids" in value else "transcript"
+
+
+_LINE = TypeAdapter(
+    Annotated[Annotated[_Rollout, Tag("rollout")] | Annotated[_Transcript, Tag("transcript")], Discriminator(_form)]
+)
+
+
+def _parse(line: bytes, where: str) -> _Rollout | _Transcript:
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}), accepted: a jsonl file") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}: line {number}"
+        return _LINE.validate_json(line)
+    except ValidationError as errors:
+        error = errors.errors(include_url=False)[0]
+        field, found = ".".join(map(str, error["loc"])) or "JSON", str(error["input"])[:60]
+        raise UserError(f"{where}: {field}: {found!r} found: {error['msg']}; accepted: {_ACCEPTED}") from None
+
+
+def _prompt(transcript: _Transcript, tokenizer: Tokenizer, template: str | None, where: str) -> list[int]:
+    if template is None:
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
-            raise UserError(f"{where}: not JSON ({error}), accepted: {_ACCEPTED}") from None
-        if not isinstance(value, dict):
-            raise UserError(f"{where}: {type(value).__name__} found, accepted: {_ACCEPTED}")
-        yield where, value
+            return render_messages(tokenizer, transcript.prompt)
+        except UserError as error:
+            raise UserError(f"{where}: field {error}") from None
+    if not transcript.question.strip():
+        raise UserError(f"{where}: field question: {transcript.question!r} found, accepted: a text")
+    return render_prompt(tokenizer, template, transcript.question)
 
 
-def _turns(value: Mapping[str, Any], where: str) -> list[Any]:
-    turns = value.get("turns")
-    if not isinstance(turns, list) or not turns:
-        raise UserError(f"{where}: field turns: {str(turns)[:60]!r} found, accepted: a list of at least one turn")
+def _turns(transcript: _Transcript, max_sub_queries: int, where: str) -> list[TranscriptTurn]:
+    turns = []
+    for number, turn in enumerate(transcript.turns, 1):
+        place, action = f"{where}: turn {number}", tags.parse_turn(turn.text, max_sub_queries)
+        if action.kind == "answer" and number < len(transcript.turns):
+            raise UserError(f"{place}: an answer found, accepted: an answer in the last turn only")
+        close = {"search": tags.SEARCH_CLOSE, "answer": tags.ANSWER_CLOSE}.get(action.kind, "")
+        if close and (tail := turn.text.partition(close)[2].strip()):  # a rollout ends its turn there
+            raise UserError(f"{place}: {tail[:40]!r} after {close} found, accepted: no text after it")
+        if len(turn.passages) != len(action.queries):
+            raise UserError(
+                f"{place}: field passages: {len(turn.passages)} found, accepted: one list of passages for each of the "
+                f"{len(action.queries)} sub-queries"
+            )
+        passages = tuple(tuple(Passage(p.id, p.title, p.text) for p in ranking) for ranking in turn.passages)
+        turns.append(TranscriptTurn(turn.text, action.queries, passages, turn.train))
     return turns
 
 
-def _prompt(value: Mapping[str, Any], tokenizer: Tokenizer, template: str | None, where: str) -> list[int]:
-    if template is None:
-        try:
-            return render_messages(tokenizer, value.get("prompt"))
-        except UserError as error:
-            raise UserError(f"{where}: field {error}") from None
-    question = value.get("question")
-    if not isinstance(question, str) or not question.strip():
-        raise UserError(f"{where}: field question: {question!r} found, accepted: a text")
-    return render_prompt(tokenizer, template, question)
-
-
-def _turn(value: Any, max_sub_queries: int, where: str) -> TranscriptTurn:
-    text = value.get("text") if isinstance(value, dict) else None
-    if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{where}: {str(value)[:60]!r} found, accepted: an object with a text")
-    trained = value.get("train", True)
-    if not isinstance(trained, bool):
-        raise UserError(f"{where}: field train: {trained!r} found, accepted: true or false")
-    action = parse_turn(text, max_sub_queries)
-    queries, close = action.queries, {"search": SEARCH_CLOSE, "answer": ANSWER_CLOSE}.get(action.kind, "")
-    if close and (tail := text.partition(close)[2].strip()):  # a rollout ends its turn there
-        raise UserError(f"{where}: {tail[:40]!r} after {close} found, accepted: no text after it")
-    rankings = value.get("passages", [])
-    if not isinstance(rankings, list) or len(rankings) != len(queries):
-        count = len(rankings) if isinstance(rankings, list) else str(rankings)[:60]
-        raise UserError(
-            f"{where}: field passages: {count!r} found, accepted: one list of passages for each of the "
-            f"{len(queries)} sub-queries"
-        )
-    passages = tuple(tuple(_passage(p, where) for p in _list(ranking, where)) for ranking in rankings)
-    return TranscriptTurn(text, queries, passages, trained)
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise UserError(f"{where}: field passages: {str(value)[:60]!r} found, accepted: a list for each sub-query")
-    return value
-
-
-def _passage(value: Any, where: str) -> Passage:
-    fields = [value.get(name, "") for name in ("id", "title", "text")] if isinstance(value, dict) else []
-    texts = [field for field in fields if isinstance(field, str)]
-    if len(texts) != 3 or not (texts[1] or texts[2]):  # a corpus may have passages of a title alone
-        raise UserError(f"{where}: field passages: {str(value)[:60]!r} found, accepted: objects with title or text")
-    return Passage(id=texts[0], title=texts[1], text=texts[2])
-
-
-def _check_order(turns: Sequence[TranscriptTurn], where: str) -> None:
-    for number, turn in enumerate(turns[:-1], 1):
-        if parse_turn(turn.text).kind == "answer":
-            raise UserError(f"{where}: turn {number}: an answer found, accepted: an answer in the last turn only")
-
-
-def _rollout_row(value: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Row:
-    ids, mask = (_integers(value, name, where) for name in ("ids", "mask"))
-    if len(ids) != len(mask):
-        raise UserError(f"{where}: {len(ids)} ids and {len(mask)} values of mask found, accepted: equally many")
-    if unknown := [i for i in ids if not 0 <= i < tokenizer.size]:  # perhaps too large for an array
+def _rollout_row(rollout: _Rollout, tokenizer: Tokenizer, where: str) -> Row:
+    if len(rollout.ids) != len(rollout.mask):
+        raise UserError(f"{where}: {len(rollout.ids)} ids and {len(rollout.mask)} mask values, accepted: equally many")
+    if unknown := [i for i in rollout.ids if not 0 <= i < tokenizer.size]:  # perhaps too large for an array
         raise UserError(f"{where}: token id {unknown[0]} found, accepted: 0 to {tokenizer.size - 1}")
-    row = np.asarray(ids, np.int64), np.asarray(mask, bool)
-    texts = [turn.get("text") for turn in _turns(value, where) if isinstance(turn, dict) and turn.get("n_sampled")]
-    if texts != _sampled_texts(*row, tokenizer):
+    ids, mask = np.asarray(rollout.ids, np.int32), np.asarray(rollout.mask, bool)
+    if [turn.text for turn in rollout.turns if turn.n_sampled] != _sampled_texts(ids, mask, tokenizer):
         raise UserError(
             f"{where}: ids that do not spell the turns' texts found, accepted: rollouts of a model with the tokenizer "
             f"{tokenizer.name}"
         )
-    return row[0].astype(np.int32), row[1]
-
-
-def _integers(value: Mapping[str, Any], name: str, where: str) -> list[int]:
-    numbers = value.get(name)
-    if not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers):
-        raise UserError(f"{where}: field {name}: {str(numbers)[:60]!r} found, accepted: a list of whole numbers")
-    return numbers
+    return ids, mask
 
 
 def _sampled_texts(ids: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> list[str]:

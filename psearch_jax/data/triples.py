@@ -59,12 +59,6 @@ def parse_date(text: str) -> Date | None:
     return None
 
 
-def is_before(date: Date, other: Date) -> bool | None:
-    """Whether a date is the earlier one; None if they are equal or an unknown month or day would decide."""
-    known = min(len(date), len(other))
-    return None if date[:known] == other[:known] else date < other
-
-
 def name_key(name: str) -> str:
     """A name normalised for case and white space."""
     return " ".join(name.casefold().split())
@@ -73,6 +67,20 @@ def name_key(name: str) -> str:
 def without_parenthesis(title: str) -> str:
     """`Karma (1986 film)` -> `Karma`."""
     return re.sub(r" \([^()]*\)$", "", title)
+
+
+def differ(a: Triple, b: Triple) -> bool:
+    """Whether two values certainly differ: neither a place within the other, nor a date that is less precise."""
+    if a.date and b.date:
+        known = min(len(a.date), len(b.date))
+        return a.date[:known] != b.date[:known]
+    return not set(name_key(a.value).split(", ")) & set(name_key(b.value).split(", "))
+
+
+def is_stated(fact: Triple, texts: Iterable[str]) -> bool:
+    """Whether one of the normalised texts contains the fact's value, as complete words; a date in any spelling."""
+    values = list(map(normalise, fact.value_spellings))
+    return any(contains_words(text, value) for text in texts for value in values)
 
 
 def read_triples(path: str | Path, skipped: list[str] | None = None) -> list[Triple]:
@@ -93,6 +101,16 @@ def read_triples(path: str | Path, skipped: list[str] | None = None) -> list[Tri
     return list(triples)
 
 
+def rounds_of(question: Question) -> Rounds:
+    """The triples that a question needs, by rounds; empty if its metadata has neither `rounds` nor `evidences`.
+
+    `rounds`, of questions that this project made, have triples in the order relation, entity, value.
+    """
+    if rounds := question.metadata.get("rounds"):
+        return tuple(tuple(Triple(entity, relation, value) for relation, entity, value in r) for r in rounds)
+    return dependency_rounds([Triple(*evidence) for evidence in question.metadata.get("evidences", [])])
+
+
 def dependency_rounds(triples: Sequence[Triple]) -> Rounds:
     """The triples in the fewest rounds: a triple whose entity is another's value is in a later round than that one.
 
@@ -108,21 +126,6 @@ def dependency_rounds(triples: Sequence[Triple]) -> Rounds:
     return tuple(rounds)
 
 
-def rounds_of(question: Question) -> Rounds:
-    """The triples that a question needs, by rounds; empty if its metadata has neither `rounds` nor `evidences`.
-
-    `rounds` have triples in the order relation, entity, value. Evidences that are not all triples of strings count as
-    none: other data sets use the name for something else.
-    """
-    if "rounds" in question.metadata:  # only questions that this project made have them (sources.py)
-        rounds = question.metadata["rounds"]
-        return tuple(tuple(Triple(entity, relation, value) for relation, entity, value in r) for r in rounds)
-    evidences = question.metadata.get("evidences", [])
-    if not all(isinstance(e, Sequence) and len(e) == 3 and all(isinstance(p, str) for p in e) for e in evidences):
-        return ()
-    return dependency_rounds([Triple(*evidence) for evidence in evidences])
-
-
 def select_stated(triples: Iterable[Triple], corpus: Sequence[Passage]) -> list[Triple]:
     """The triples whose value occurs in the passages with the entity's title.
 
@@ -136,13 +139,8 @@ def select_stated(triples: Iterable[Triple], corpus: Sequence[Passage]) -> list[
         for name in {name_key(passage.title), name_key(without_parenthesis(passage.title))} & entities:
             titles[name].add(passage.title)
             texts[name].append(normalise(f"{passage.title} {passage.text}"))
-
-    def is_stated(triple: Triple) -> bool:
-        name = name_key(triple.entity)
-        values = map(normalise, triple.value_spellings)
-        return len(titles[name]) == 1 and any(contains_words(text, v) for v in values for text in texts[name])
-
-    return list(filter(is_stated, triples))
+    named = [(triple, name_key(triple.entity)) for triple in triples]
+    return [triple for triple, name in named if len(titles[name]) == 1 and is_stated(triple, texts[name])]
 
 
 def select_certain(triples: Iterable[Triple]) -> list[Triple]:
@@ -154,13 +152,14 @@ def select_certain(triples: Iterable[Triple]) -> list[Triple]:
     return [t for t in single if not any(len(n) > 60 or _DESCRIPTION.search(n) for n in (t.entity, t.value))]
 
 
-def chain_triples(triples: Sequence[Triple], length: int) -> list[tuple[Triple, ...]]:
-    """All chains of `length` triples: each one's entity is the previous one's value, and no entity repeats."""
+def chain_triples(triples: Sequence[Triple]) -> list[tuple[Triple, ...]]:
+    """All pairs of triples of which the second's entity is the first's value, and is another entity."""
     about: dict[str, list[Triple]] = defaultdict(list)
     for triple in triples:
         about[name_key(triple.entity)].append(triple)
-    chains: list[tuple[Triple, ...]] = [(triple,) for triple in triples]
-    for _ in range(length - 1):
-        longer = ((*chain, t) for chain in chains for t in about.get(name_key(chain[-1].value), ()))
-        chains = [c for c in longer if name_key(c[-1].value) not in {name_key(link.entity) for link in c}]
-    return chains
+    pairs = [(first, second) for first in triples for second in about.get(name_key(first.value), ())]
+    return [
+        (first, second)
+        for first, second in pairs
+        if len({name_key(name) for name in (first.entity, first.value, second.value)}) == 3
+    ]

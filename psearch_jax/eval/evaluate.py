@@ -5,11 +5,10 @@ Letters: Q questions, R samples per question.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from flax import nnx
 
 from psearch_jax.config import Config, with_method
 from psearch_jax.eval.benchmarks import file_name
-from psearch_jax.eval.scores import DIGITS, Score, from_row, score, to_row
+from psearch_jax.eval.parts import begin_parts, check_settings, read_field, run_parts
+from psearch_jax.eval.scores import DIGITS, Score, from_row, score
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.rollouts import Progress
 from psearch_jax.rollout.sampler_programs import SamplingWeights
@@ -32,7 +32,6 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError, digest
 
 FILLS = 8  # trajectories per part / slots; slots idle at the end of a part, so a part fills each several times
-_PARTS, _SETTINGS = "parts", "settings.json"
 
 
 def evaluate(
@@ -64,9 +63,7 @@ def evaluate(
 class Evaluation:
     """Evaluates benchmarks into a directory, part by part.
 
-    The questions of all benchmarks form one queue, so no slot idles at the end of a small benchmark. The queue is cut
-    into fixed parts, each written when it is complete. A killed evaluation resumes after the last complete part;
-    because the parts are fixed, its rows are identical to those of an uninterrupted evaluation.
+    The questions of all benchmarks form one queue, so no slot idles at the end of a small benchmark.
     """
 
     def __init__(self, out: str | Path, benchmarks: Mapping[str, Sequence[Question]], settings: Mapping[str, Any]):
@@ -81,85 +78,55 @@ class Evaluation:
         """
         self.out = locate(out)
         self.benchmarks = tuple(benchmarks)
-        digests = {name: questions_digest(questions, with_metadata=True) for name, questions in benchmarks.items()}
+        digests = {name: questions_digest(questions) for name, questions in benchmarks.items()}
         self.settings = json.loads(json.dumps({**settings, "questions": digests}))
-        parts, results = self.out / _PARTS, self.out / "results.json"
-        ended, saved = processes.broadcast(
-            lambda: (results.is_file(), read_field(results, "settings") or read_field(parts / _SETTINGS, "settings"))
-        )
-        if ended and saved is None:
-            raise UserError(f"{results}: not the results of an evaluation; accepted: another --out")
-        if saved is not None and saved != self.settings:
-            raise UserError(
-                f"--out={self.out}: holds an evaluation with {describe_difference(saved, self.settings)}; "
-                "accepted: the same settings, or another directory"
-            )
-        self.finished = processes.broadcast(lambda: ended and not parts.is_dir())
+        self._tasks = [(name, question) for name in sorted(benchmarks) for question in benchmarks[name]]
+        self._parts, results = self.out / "parts", self.out / "results.json"
 
-        def begin() -> list[str]:
-            """The order of the benchmarks in the queue, which the parts on disk depend on."""
-            order = read_field(parts / _SETTINGS, "order") or list(benchmarks)
-            parts.mkdir(parents=True, exist_ok=True)
-            write_atomically(parts / _SETTINGS, json.dumps({"settings": self.settings, "order": order}) + "\n")
-            return order
+        def begin() -> bool:
+            if results.is_file():
+                saved = read_field(results, "settings")
+                if saved is None:
+                    raise UserError(f"{results}: not the results of an evaluation; accepted: another --out")
+                check_settings(self.out, saved, self.settings)
+                if not self._parts.is_dir():
+                    return True
+            begin_parts(self._parts, self.settings, self.out)
+            return False
 
-        order = benchmarks if self.finished else processes.broadcast(begin)
-        self._tasks = [(name, question) for name in order for question in benchmarks[name]]
+        self.finished = processes.broadcast(begin)
 
-    def run(
-        self,
-        roll_out: Callable[[Sequence[Question], Progress], Sequence[Trajectory]],
-        questions_per_part: int,
-        progress: Progress,
-    ) -> dict[str, list[Score]]:
+    def run(self, roll_out: Callable[..., Sequence[Trajectory]], questions_per_part: int) -> dict[str, list[Score]]:
         """Evaluates the parts that are missing and returns the scores of every benchmark. The first process writes.
 
         Args:
-          roll_out: returns R trajectories per question, the samples of a question adjacent; in each process those of
-            all processes.
-          progress: called with (questions done, total questions).
+          roll_out: `evaluate` of a list of questions, with its `progress`.
         """
         if self.finished:
-            return {name: [from_row(row) for row in read_rows(self._file(name))] for name in self.benchmarks}
-        files = []
-        for part, start in enumerate(range(0, len(self._tasks), questions_per_part)):
-            tasks = self._tasks[start : start + questions_per_part]
-            files.append(self.out / _PARTS / f"{part:06d}.jsonl")
-            if not processes.broadcast(files[-1].is_file):
-                # The samples of a question end at about the same time, so trajectories are scaled to questions.
-                def report(done: int, of: int, start: int = start, size: int = len(tasks)) -> None:  # noqa: B008
-                    progress(start + done * size // max(of, 1), len(self._tasks))
+            return read_scores(self.out)
 
-                trajectories = roll_out([question for _, question in tasks], report)
-                samples = len(trajectories) // len(tasks)
-                rows = [evaluation_row(tasks[i // samples][0], t) for i, t in enumerate(trajectories)]
-                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                processes.broadcast(functools.partial(write_atomically, files[-1], text))
-            progress(start + len(tasks), len(self._tasks))
-        return self._merge(files) if processes.first() else {}
+        def evaluate_part(tasks: Sequence[tuple[str, Question]], report: Progress) -> str:
+            trajectories = roll_out([question for _, question in tasks], progress=report)
+            samples = len(trajectories) // len(tasks)
+            return json_lines(evaluation_row(tasks[i // samples][0], t) for i, t in enumerate(trajectories))
+
+        files = run_parts(self._parts, self._tasks, questions_per_part, evaluate_part)
+        if not processes.first():
+            return {}
+        rows = [pair for file in files for pair in read_rows(file)]
+        scores = {}
+        for name in self.benchmarks:
+            group = [(row, s) for row, s in rows if row["benchmark"] == name]
+            write_atomically(self.out / f"{file_name(name)}.jsonl", json_lines(row for row, _ in group))
+            scores[name] = [s for _, s in group]
+        return scores
 
     def finish(self, results: Mapping[str, Any], table: str) -> None:
         """Writes results.json and results.md, and removes the parts."""
         record = {"settings": self.settings, **results}
         write_atomically(self.out / "results.md", table)
         write_atomically(self.out / "results.json", json.dumps(record, indent=2) + "\n")
-        remove_tree(self.out / _PARTS)
-
-    def _merge(self, files: Sequence[Path]) -> dict[str, list[Score]]:
-        """Writes one file per benchmark from the parts, in the order of the benchmark's questions."""
-        scores: dict[str, list[Score]] = {name: [] for name in self.benchmarks}
-        for name in self.benchmarks:
-            lines = []
-            for file in files:
-                for row in read_rows(file):
-                    if row["benchmark"] == name:
-                        scores[name].append(from_row(row))
-                        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-            write_atomically(self._file(name), "".join(lines))
-        return scores
-
-    def _file(self, benchmark: str) -> Path:
-        return self.out / f"{file_name(benchmark)}.jsonl"
+        remove_tree(self._parts)
 
 
 def read_scores(out: str | Path) -> dict[str, list[Score]]:
@@ -169,14 +136,25 @@ def read_scores(out: str | Path) -> dict[str, list[Score]]:
       UserError: `out` contains none, or a row cannot be read.
     """
     out = locate(out)
-    file = out / "results.json"
-    if not file.is_file():
-        raise UserError(f"{file}: not found, accepted: the --out of a finished launch/eval.py")
+    names = read_field(out / "results.json", "benchmarks")
+    if not isinstance(names, dict):
+        raise UserError(f"{out / 'results.json'}: no results found, accepted: the --out of a finished launch/eval.py")
     try:
-        names = list(json.loads(file.read_text(encoding="utf-8"))["benchmarks"])
-        return {name: [from_row(row) for row in read_rows(out / f"{file_name(name)}.jsonl")] for name in names}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{out}: cannot be read as an evaluation ({type(error).__name__}: {error})") from None
+        return {name: [s for _, s in read_rows(out / f"{file_name(name)}.jsonl")] for name in names}
+    except OSError as error:
+        raise UserError(f"{out}: cannot be read as an evaluation ({error})") from None
+
+
+def read_rows(file: Path) -> Iterator[tuple[dict[str, Any], Score]]:
+    """The rows that an evaluation has written, and their scores. Raises UserError for any other row."""
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                yield row, from_row(row)
+            except (ValueError, KeyError, TypeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise UserError(f"{file}: line {number}: {reason}, accepted: a row of an evaluation") from None
 
 
 @jax.jit
@@ -257,53 +235,19 @@ def evaluation_row(benchmark: str, trajectory: Trajectory) -> dict[str, Any]:
     question = trajectory.question
     return {
         "benchmark": benchmark,
-        **to_row(score(trajectory)),
+        **asdict(score(trajectory)),
         "question": question.text,
         "golden_answers": list(question.answers),
         "actions": [turn_row(turn) for turn in trajectory.turns],
     }
 
 
-def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows that an evaluation has written. Raises UserError, which names file and line, for any other."""
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(
-                    f"{file}: line {number}: not JSON ({error}), accepted: a row of an evaluation"
-                ) from None
-            if not isinstance(row, dict):
-                raise UserError(f"{file}: line {number}: {line[:40]!r} found, accepted: a row of an evaluation")
-            yield row
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The text of a jsonl file."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def questions_digest(questions: Sequence[Question], with_metadata: bool = False) -> str:
-    """The number of questions and a hash of their contents.
-
-    Args:
-      with_metadata: also of all metadata, from which scores and gold passages come.
-    """
-    contents = digest(questions)
-    if with_metadata:
-        metadata = json.dumps([question.metadata for question in questions], sort_keys=True, default=str)
-        contents = hashlib.sha256((contents + metadata).encode()).hexdigest()
-    return f"{len(questions)} {contents[:16]}"
-
-
-def read_field(file: Path, field: str) -> Any:
-    """A field of a JSON file; None if there is none."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))[field]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def describe_difference(recorded: Any, wanted: Any, name: str = "") -> str:
-    """The first difference between two settings, as text for an error message."""
-    if isinstance(recorded, dict) and isinstance(wanted, dict):
-        for key in {**recorded, **wanted}:
-            if recorded.get(key) != wanted.get(key):
-                return describe_difference(recorded.get(key), wanted.get(key), f"{name}.{key}" if name else key)
-    return f"{name} {recorded!r}, found {wanted!r}"
+def questions_digest(questions: Sequence[Question]) -> str:
+    """The number of questions and a hash of their contents and metadata, from which scores and gold passages come."""
+    metadata = json.dumps([question.metadata for question in questions], sort_keys=True, default=str)
+    return f"{len(questions)} {hashlib.sha256((digest(questions) + metadata).encode()).hexdigest()[:16]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psearch_jax.eval.benchmarks import Published, published
@@ -22,12 +22,6 @@ PAIRED = {
     "valid_format": "valid format",
 }
 
-
-# Figures of a summary that only some questions have, and their titles.
-DETAILS = {
-    "independent_at_once": "independent pairs searched at once",
-    "dependent_in_order": "dependent pairs searched in order",
-}
 ESCAPED = "\\|"  # a vertical bar inside a cell
 
 
@@ -48,7 +42,7 @@ def cells_of(line: str) -> list[str]:
 
 
 def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
-    """All tables for `figures` by benchmark name: results, finished by turn, pass@k, splitting, details."""
+    """All tables for `figures` by benchmark name: results, finished by turn, pass@k, splitting."""
     parts = [
         results_table(benchmarks, policy),
         "Cumulative share of trajectories that have answered by each turn:\n\n" + finished_table(benchmarks),
@@ -56,8 +50,6 @@ def results(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> str:
     if any("pass_at" in report["all"] for report in benchmarks.values()):
         parts.append("With several samples per question:\n\n" + samples_table(benchmarks))
     parts.append("Decomposition of the first search, regardless of the answer:\n\n" + splitting_table(benchmarks))
-    if any(name in report["all"] for report in benchmarks.values() for name in DETAILS):
-        parts.append("Searches that follow the questions' dependency plans:\n\n" + details_table(benchmarks))
     return "\n\n".join(parts)
 
 
@@ -76,10 +68,13 @@ def results_table(benchmarks: Mapping[str, Mapping[str, Any]], policy: str) -> s
             rows += set_rows(f"{name}: {source}", source, policy, values)
         averaged += [values["all"] for values in (sets.values() if sets else [report])]
     if len(averaged) > 1:  # with equal weights, as in the paper
-        means = {key: mean(values[key] for values in averaged) for key in ("em", *_SHOWN)}
+        means = {key: mean(values[key] for values in averaged) for key in _AVERAGED}
         totals = {key: sum(values[key] for values in averaged) for key in ("llm_calls", "questions")}
         rows.append(policy_row("average", "", policy, means | totals))
     return table(rows)
+
+
+_AVERAGED = ("em", "f1", "decomposition_ratio", "searches", "turns", "tokens", "valid_format")
 
 
 def set_rows(title: str, name: str, policy: str, report: Mapping[str, Any]) -> list[list[str]]:
@@ -94,9 +89,6 @@ def set_rows(title: str, name: str, policy: str, report: Mapping[str, Any]) -> l
         rows += [policy_row(title, kind, policy, values), *chance_rows(title, kind, values)]
         rows += published_rows(title, kind, published(name, kind))
     return rows
-
-
-_SHOWN = ("f1", "decomposition_ratio", "searches", "turns", "tokens", "valid_format")
 
 
 def policy_row(name: str, kind: str, policy: str, values: Mapping[str, Any]) -> list[str]:
@@ -130,11 +122,10 @@ def finished_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def samples_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
-    """pass@k and maj@k."""
+    """pass@k."""
     ks = list(next(iter(benchmarks.values()))["all"]["pass_at"])
-    rows = [["benchmark", *(f"{name}@{k}" for name in ("pass", "maj") for k in ks)]]
-    for name, report in benchmarks.items():
-        rows.append([name, *(share(report["all"][key][k]) for key in ("pass_at", "maj_at") for k in ks)])
+    rows = [["benchmark", *(f"pass@{k}" for k in ks)]]
+    rows += [[name, *(share(report["all"]["pass_at"][k]) for k in ks)] for name, report in benchmarks.items()]
     return table(rows)
 
 
@@ -143,27 +134,13 @@ def splitting_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
     head = ["benchmark", "question type", "split", "not split", "no search", "accuracy", "precision", "recall"]
     rows = [[*head, "accuracy of never splitting", "accuracy of a word heuristic"]]
     for name, report in benchmarks.items():
-        for note, key in (("", "splitting"), (" (manual labels)", "labels")):
-            if key not in report:
-                continue
-            confusion = report[key]["confusion"]
-            for kind, counts in confusion.items():
-                cells = (str(counts[decision]) for decision in ("split", "not_split", "no_search"))
-                rows.append([name, kind + note, *cells, *[""] * 5])
-            if sum(kind in confusion for kind in KINDS[:3]) > 1:  # precision of a single kind means nothing
-                shares = ("accuracy", "precision", "recall", "never_split", "word_heuristic")
-                cells = (share(report[key][name]) for name in shares)
-                rows.append([name, f"all except mixed{note}", "", "", "", *cells])
-    return table(rows)
-
-
-def details_table(benchmarks: Mapping[str, Mapping[str, Any]]) -> str:
-    """The figures that only some questions have, per kind."""
-    rows = [["benchmark", "question type", *DETAILS.values()]]
-    for name, report in benchmarks.items():
-        for kind, values in {"all": report["all"], **report["kinds"]}.items():
-            shares = [share(values.get(key)) for key in DETAILS]
-            rows += [[name, kind, *shares]] if any(shares) else []
+        splitting, confusion = report["splitting"], report["splitting"]["confusion"]
+        for kind, counts in confusion.items():
+            cells = (str(counts[decision]) for decision in ("split", "not_split", "no_search"))
+            rows.append([name, kind, *cells, *[""] * 5])
+        if sum(kind in confusion for kind in KINDS[:3]) > 1:  # precision of a single kind means nothing
+            shares = ("accuracy", "precision", "recall", "never_split", "word_heuristic")
+            rows.append([name, "all except mixed", "", "", "", *(share(splitting[figure]) for figure in shares)])
     return table(rows)
 
 
@@ -182,28 +159,27 @@ def paired_table(
         raise UserError(f"{first[0]} and {second[0]}: no benchmark in common, accepted: evaluations of the same")
     head = ["benchmark", "metric", first[0], second[0], "difference", "95% interval", "p"]
     rows = [[*head, "ratio", "95% interval", "questions"]]
-    pairs = {}
     for name in names:
-        pairs[name] = (first[1][name], second[1][name])
-        parts = {f"{name}: {source}": group for source, group in matching_parts(*pairs[name], group_by_source).items()}
-        for title, both in (parts or {name: pairs[name]}).items():
-            pairs[title] = both
-            pairs |= {f"{title}, {kind}": group for kind, group in matching_parts(*both, group_by_kind).items()}
-    for name, (a, b) in pairs.items():
-        for value, title in PAIRED.items():
-            d = compare_paired(a, b, value)
-            numbers = [f"{d[key]:.3f}" for key in ("first", "second")] + [f"{d['difference']:+.3f}"]
-            spread = [f"{d['low']:+.3f} to {d['high']:+.3f}", f"{d['p']:.4f}"]
-            ratio = [f"{d['ratio']:.3f}", f"{d['ratio_low']:.3f}-{d['ratio_high']:.3f}"]
-            if math.isnan(d["ratio_low"]):  # the first mean is zero, in the data or in a bootstrap resample
-                ratio = ["", ""]
-            rows.append([name, title, *numbers, *spread, *ratio, str(d["questions"])])
+        ours, theirs = (divide(name, scores[name]) for _, scores in (first, second))
+        for title, group in ours.items():
+            for value, metric in PAIRED.items():
+                d = compare_paired(group, theirs.get(title, []), value)
+                numbers = [f"{d[key]:.3f}" for key in ("first", "second")] + [f"{d['difference']:+.3f}"]
+                spread = [f"{d['low']:+.3f} to {d['high']:+.3f}", f"{d['p']:.4f}"]
+                ratio = [f"{d['ratio']:.3f}", f"{d['ratio_low']:.3f}-{d['ratio_high']:.3f}"]
+                if math.isnan(d["ratio_low"]):  # the first mean is zero, in the data or in a bootstrap resample
+                    ratio = ["", ""]
+                rows.append([title, metric, *numbers, *spread, *ratio, str(d["questions"])])
     return table(rows)
 
 
-def matching_parts(
-    first: Sequence[Score], second: Sequence[Score], divide: Callable[[Sequence[Score]], Mapping[Any, list[Score]]]
-) -> dict[Any, tuple[list[Score], list[Score]]]:
-    """The matching parts of two evaluations; {} if there is only one part."""
-    ours, theirs = divide(first), divide(second)
-    return {name: (ours[name], theirs.get(name, [])) for name in ours} if len(ours) > 1 else {}
+def divide(name: str, scores: Sequence[Score]) -> dict[str, Sequence[Score]]:
+    """A benchmark's scores, and those of its sets and kinds if it has several of them, by title."""
+    sources = group_by_source(scores)
+    sets = {f"{name}: {source}": group for source, group in sources.items()} if len(sources) > 1 else {}
+    parts: dict[str, Sequence[Score]] = {name: scores}
+    for title, group in (sets or parts.copy()).items():
+        kinds = group_by_kind(group)
+        parts[title] = group
+        parts |= {f"{title}, {kind}": part for kind, part in kinds.items()} if len(kinds) > 1 else {}
+    return parts

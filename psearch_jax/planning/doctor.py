@@ -18,7 +18,7 @@ from psearch_jax.assembly.policies import load_tokenizer, with_adapter_shape
 from psearch_jax.assembly.questions import check_best_metric, make_world
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.held_out import hold_out, pick
-from psearch_jax.data.prepared import are_there, kinds_of, open_questions
+from psearch_jax.data.prepared import count_kinds, location_exists, open_questions
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.limits import validate
 from psearch_jax.planning.plan import Plan, make_plan, model_shape
@@ -182,10 +182,10 @@ def check_questions(config: Config) -> str | None:
     if data.source == CLOSED_WORLD:
         check_count(data.world_questions)
         return f"{data.world_questions} from the closed world"
-    if not data.source or not are_there(data.source):
+    if not data.source or not location_exists(data.source):
         return None
     train, held = open_questions(data.source), []
-    kinds = kinds_of(train)
+    kinds = count_kinds(train)
     if data.validation_share:
         train, held = hold_out(train, data.validation_share)
     if data.validation:
@@ -208,7 +208,7 @@ def check_prompt(config: Config) -> str | None:
     if not data.prompts_in_rows:
         load_template(name)
     directory = packaged(config.model.tokenizer or config.model.path)
-    is_file = data.source != CLOSED_WORLD and data.source and are_there(data.source)
+    is_file = data.source != CLOSED_WORLD and data.source and location_exists(data.source)
     if not (is_file and directory and Path(directory).is_dir()):
         return name
     questions = open_questions(data.source)

@@ -50,7 +50,7 @@ def test_a_share_that_holds_out_nothing_is_refused():
 
 def test_a_prepared_set_is_split_without_being_kept(tmp_path):
     """A prepared set is split lazily, and a position in the part is not one in the full set."""
-    prepared = prepare([("set", write(tmp_path / "a.jsonl", QUESTIONS[:200]))], "train", tmp_path / "out")
+    prepared = prepare([("set", write(tmp_path / "a.jsonl", QUESTIONS[:200]))], tmp_path / "out")
     train, held = hold_out(prepared, 0.2)
     assert not isinstance(train, list) and len(train) + len(held) == 200
     assert {q.id for q in held} == {q.id for q in hold_out(QUESTIONS[:200], 0.2)[1]}

@@ -9,9 +9,11 @@ import tensorflow_datasets as tfds
 from programs import completed
 
 from psearch_jax.data.loader import QuestionLoader
-from psearch_jax.data.prepared import PreparedQuestions, open_questions, overlap, prepare
+from psearch_jax.data.prepared import PreparedQuestions, find_overlap, open_questions, prepare
 from psearch_jax.data.sources import read_questions
 from psearch_jax.types import Question, UserError
+
+FILES = {"questions.array_record", "questions.json", "skipped.txt"}
 
 
 def write(path, count, kind="comparison", answer="Ünïcode"):
@@ -31,117 +33,99 @@ def command(*arguments, expect=0):
 
 
 def test_prepared_questions_are_those_of_their_files(tmp_path):
-    """Questions come back from array_record files unchanged and in order."""
+    """Questions come back unchanged and in order, with their counts."""
     first, second = write(tmp_path / "a.jsonl", 7), write(tmp_path / "b.jsonl", 5, "bridge")
-    prepared = prepare([("hotpotqa", first), ("nq", second)], "train", tmp_path / "out")
+    prepared = prepare([("hotpotqa", first), ("nq", second)], tmp_path / "out")
     expected = read_questions(first, "hotpotqa") + read_questions(second, "nq")
     assert list(prepared) == expected and prepared[np.int64(8)] == expected[8] and prepared[2:4] == expected[2:4]
-    assert prepared.counts == [("hotpotqa", "parallel", 7), ("nq", "sequential", 5)] and prepared.split == "train"
+    assert prepared[-1] == expected[-1] and prepared.counts == [("hotpotqa", "parallel", 7), ("nq", "sequential", 5)]
     assert list(open_questions(tmp_path / "out")) == expected
-
-
-def test_tfds_reads_it_by_its_name(tmp_path):
-    """TFDS itself can open the dataset."""
-    prepare([("nq", write(tmp_path / "a.jsonl", 3))], "validation", tmp_path / "out")
-    rows = tfds.data_source("psearch_qa", data_dir=tmp_path / "out", split="validation")
-    assert [row["question"] for row in rows] == [b"Who is 0?", b"Who is 1?", b"Who is 2?"]
 
 
 def test_position_in_a_prepared_set(tmp_path):
     """A position in a prepared set is the same as in its file, and is refused in another set."""
     files = [write(tmp_path / f"{name}.jsonl", 20) for name in "ab"]
-    first = prepare([("x", files[0])], "train", tmp_path / "first")
-    second = prepare([("y", files[1])], "train", tmp_path / "second")
+    first, second = (prepare([(name, file)], tmp_path / name) for name, file in zip("xy", files, strict=True))
     loader = QuestionLoader(first, 4, 0, fingerprint=first.fingerprint)
     next(loader)
-    state = loader.state()
+    state = json.loads(json.dumps(loader.state()))
     rest = [next(loader) for _ in range(6)]
-    again = QuestionLoader(PreparedQuestions(tmp_path / "first"), 4, 0, fingerprint=first.fingerprint)
-    again.restore(json.loads(json.dumps(state)))
-    assert [next(again) for _ in range(6)] == rest
-    in_memory = QuestionLoader(read_questions(files[0], "x"), 4, 0)  # the same questions, not from a prepared set
-    in_memory.restore(state)
-    assert next(in_memory) == rest[0]
+    for questions in (PreparedQuestions(tmp_path / "x"), read_questions(files[0], "x")):
+        again = QuestionLoader(questions, 4, 0, fingerprint=getattr(questions, "fingerprint", None))
+        again.restore(state)
+        assert [next(again) for _ in range(6)] == rest
     with pytest.raises(UserError, match="other questions"):
         QuestionLoader(second, 4, 0, fingerprint=second.fingerprint).restore(state)
 
 
-def test_an_id_in_two_sources_of_one_name(tmp_path):
-    """Two sources of one name must not share an id; nothing is left behind."""
+def test_a_refused_set_leaves_nothing_behind(tmp_path):
+    """Two sources of one name must not share an id; after an error or a kill the directory can be prepared."""
     files = [write(tmp_path / f"{name}.jsonl", 3) for name in "ab"]
     with pytest.raises(UserError, match=r"b\.jsonl:1: field id: 'q0' was already used in .*a\.jsonl:1"):
-        prepare([("nq", files[0]), ("nq", files[1])], "train", tmp_path / "out")
+        prepare([("nq", files[0]), ("nq", files[1])], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assert len(prepare([("nq", files[0]), ("hotpotqa", files[1])], "train", tmp_path / "out")) == 6
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "questions.array_record").write_bytes(b"x" * 100)  # of a killed call
+    with pytest.raises(UserError, match="accepted: a directory of launch/prepare_data.py"):
+        PreparedQuestions(tmp_path / "out")
+    assert len(prepare([("nq", files[0]), ("hotpotqa", files[1])], tmp_path / "out")) == 6
 
 
 def test_damaged_sets_are_refused(tmp_path):
-    """Truncated, empty or missing files are noticed when the set is opened."""
+    """Truncated, empty, missing or exchanged files are noticed when the set is opened."""
     out = tmp_path / "out"
-    prepare([("nq", write(tmp_path / "a.jsonl", 50))], "train", out)
-    (record,) = out.rglob("*array_record*")
-    content = record.read_bytes()
-    for damage in (content[: len(content) // 2], b""):
-        record.write_bytes(damage)
-        with pytest.raises(UserError, match=r"psearch_qa.*cannot be read .*; prepare it again"):
+    prepare([("nq", write(tmp_path / "a.jsonl", 50))], out)
+    prepare([("nq", write(tmp_path / "b.jsonl", 3))], tmp_path / "other")
+    rows, summary = out / "questions.array_record", out / "questions.json"
+    content, counts = rows.read_bytes(), summary.read_bytes()
+    other = (tmp_path / "other" / rows.name).read_bytes()
+    damages = [(rows, data) for data in (content[: len(content) // 2], b"", other, None)]
+    for file, damage in [*damages, (summary, b"{"), (summary, b"[1]"), (summary, b"{}")]:
+        rows.write_bytes(content)
+        summary.write_bytes(counts)
+        file.write_bytes(damage) if damage is not None else file.unlink()
+        with pytest.raises(UserError, match=r"questions.array_record: cannot be read .*; prepare it again"):
             PreparedQuestions(out)
-    record.unlink()
-    with pytest.raises(UserError, match="prepare it again"):
-        PreparedQuestions(out)
-    with pytest.raises(UserError, match="accepted: a directory of launch/prepare_data.py"):
-        PreparedQuestions(tmp_path)
 
 
-class NaturalQuestionsOpen(tfds.core.GeneratorBasedBuilder):
-    """A few rows in the format of TFDS's own set."""
+class Answered(tfds.core.GeneratorBasedBuilder):
+    """A set of TFDS with answers as a list, as in natural_questions_open, or as TriviaQA's record."""
 
-    name = "natural_questions_open"
     VERSION = tfds.core.Version("1.0.0")
 
+    def __init__(self, record: bool, **kwargs):
+        self.record = record
+        super().__init__(file_format="array_record", **kwargs)
+
     def _info(self):
-        features = {"question": tfds.features.Text(), "answer": tfds.features.Sequence(tfds.features.Text())}
-        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+        text = tfds.features.Text()
+        answers = tfds.features.Sequence(text)
+        answers = {"value": text, "aliases": answers} if self.record else answers
+        features = tfds.features.FeaturesDict({"question": text, "answer": answers})
+        return tfds.core.DatasetInfo(builder=self, features=features)
 
     def _split_generators(self, dl_manager):
         return {"train": self._generate_examples(4), "validation": self._generate_examples(2)}
 
     def _generate_examples(self, count):
         for i in range(count):
-            yield i, {"question": f"where is {i}", "answer": [f"here {i}", "there"]}
+            answers = [f"here {i}", "there"]
+            answer = {"value": answers[0], "aliases": answers} if self.record else answers
+            yield i, {"question": f"where is {i}", "answer": answer}
 
 
-class TriviaQa(NaturalQuestionsOpen):
-    """The same in TriviaQA's format, where the answer is a record."""
-
-    name = "trivia_qa"
-
-    def _info(self):
-        answer = {"value": tfds.features.Text(), "aliases": tfds.features.Sequence(tfds.features.Text())}
-        features = {"question": tfds.features.Text(), "question_id": tfds.features.Text(), "answer": answer}
-        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
-
-    def _generate_examples(self, count):
-        for i in range(count):
-            answer = {"value": f"here {i}", "aliases": [f"here {i}", "there"]}
-            yield i, {"question": f"where is {i}", "question_id": f"tc_{i}", "answer": answer}
-
-
-@pytest.mark.parametrize("builder", [NaturalQuestionsOpen, TriviaQa])
-def test_sets_of_tfds(tmp_path, builder):
+@pytest.mark.parametrize("record", [False, True])
+def test_sets_of_tfds(tmp_path, record):
     """Sets of TFDS are read with their answers, as a list or as TriviaQA's record."""
-    made = builder(data_dir=tmp_path / "tfds", file_format="array_record")
+    made = Answered(record, data_dir=tmp_path / "tfds")
     made.download_and_prepare()
     questions = open_questions(f"tfds:{made.data_path}:train", "set")
-    assert len(questions) == 4 and {q.kind for q in questions} == {"single"}
-    assert {(q.source, q.text, q.answers) for q in questions} == {
-        ("set", f"where is {i}", (f"here {i}", "there")) for i in range(4)
-    }
-    prepared = prepare([("set", f"tfds:{made.data_path}:validation")], "dev", tmp_path / "out")
-    assert len(prepared) == 2
-    with pytest.raises(UserError, match="cannot be opened"):
-        open_questions(f"tfds:{made.data_path}:test")
-    with pytest.raises(UserError, match="accepted: tfds:BUILDER:SPLIT"):
-        open_questions("tfds:trivia_qa")
+    found = {(q.source, q.text, q.answers, q.kind) for q in questions}
+    assert found == {("set", f"where is {i}", (f"here {i}", "there"), "single") for i in range(4)}
+    assert len(prepare([("set", f"tfds:{made.data_path}:validation")], tmp_path / "out")) == 2
+    for location, words in ((f"tfds:{made.data_path}:test", "cannot be opened"), ("tfds:trivia_qa", "BUILDER:SPLIT")):
+        with pytest.raises(UserError, match=words):
+            open_questions(location)
 
 
 def test_leaks_are_found_by_their_words():
@@ -151,7 +135,7 @@ def test_leaks_are_found_by_their_words():
         Question("dev", "a", "who wrote Iliad", ("Homer",), "single"),
         Question("dev", "b", "Who wrote the Odyssey?", ("Homer",), "single"),
     ]
-    assert [q.id for q in overlap(asked, training)] == ["a"] and overlap(asked, []) == []
+    assert [q.id for q in find_overlap(asked, training)] == ["a"] and find_overlap(asked, []) == []
 
 
 def test_the_command(tmp_path):
@@ -164,8 +148,8 @@ def test_the_command(tmp_path):
     done = command(f"--source=nq:{file}", f"--out={out}", "--skip_bad_rows")
     assert "| nq | 3 | 3 | 0 | 0 | 0 |" in done.stdout and "1 bad rows skipped" in done.stdout
     assert "a.jsonl:4: field" in (out / "skipped.txt").read_text()
-    assert len(PreparedQuestions(out)) == 3 and sorted(p.name for p in out.iterdir()) == ["psearch_qa", "skipped.txt"]
-    assert "already holds a prepared dataset" in command(f"--source=nq:{file}", f"--out={out}", expect=2).stderr
+    assert len(PreparedQuestions(out)) == 3 and {p.name for p in out.iterdir()} == FILES
+    assert "already holds prepared questions" in command(f"--source=nq:{file}", f"--out={out}", expect=2).stderr
     for flag in ("--source=nq", "--source=:x", f"--source=nq:{tmp_path / 'nope'}"):
         assert len(command(flag, f"--out={tmp_path / 'new'}", expect=2).stderr.strip().splitlines()) == 1
     assert not (tmp_path / "new").exists()

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from programs import completed
 
-from psearch_jax.data.scripted_transcripts import Alternation, TranscriptWriter, first_thought, is_stated
+from psearch_jax.data.scripted_transcripts import Alternation, TranscriptWriter, first_thought
 from psearch_jax.data.sources import read_questions
-from psearch_jax.data.transcripts import Observations
-from psearch_jax.data.triples import Triple, rounds_of
-from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS, parse_turn
+from psearch_jax.data.triples import Triple, is_stated, rounds_of
+from psearch_jax.text.answers import normalise
+from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS, parse_turn, render_observation
 from psearch_jax.types import KINDS, Question
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
@@ -121,14 +121,14 @@ def test_a_question_is_kept_whether_it_is_split_or_not(questions, search):
 
 
 def test_the_first_thought_reveals_nothing(questions, search):
-    """The first thought lists entities and relations, and does not reveal the kind."""
+    """The first thought lists entities and relations in one form, whatever the kind and whether it is split."""
     thoughts = [first_thought(rounds_of(question)) for question in questions.values()]
     assert all(thought.startswith("Named: ") and thought.count(". Asked: ") == 1 for thought in thoughts)
-    assert thoughts[0] == "Named: Alfred Hitchcock, Orson Welles. Asked: date of birth."
-    assert thoughts[1] == "Named: Citizen Kane. Asked: director, place of birth."
-    for words in ("that", "then", "of the", "depends", "both"):
-        assert not any(words in thought for thought in thoughts)
-    for kind in ROWS:  # nor whether the question is split
+    assert thoughts[:2] == [
+        "Named: Alfred Hitchcock, Orson Welles. Asked: date of birth.",
+        "Named: Citizen Kane. Asked: director, place of birth.",
+    ]
+    for kind in ROWS:
         assert len({turns[0].text.split("</think>")[0] for turns in both(questions[kind], search).values()}) == 1
 
 
@@ -147,8 +147,8 @@ def test_facts_that_the_observation_cuts_away_are_not_stated(questions, search, 
     """A fact must be in the part of the passages that a rollout shows."""
 
     def observe(tokens):
-        observations = Observations(tokens)
-        return lambda q, r: tiny_tokenizer.decode(observations.render(q, r, tiny_tokenizer.encode_foreign))
+        encode = tiny_tokenizer.encode_foreign
+        return lambda q, r: tiny_tokenizer.decode(render_observation(q, r, encode, tokens))
 
     for splits in [(False,), (True,)]:
         assert not write(questions[kind], splits, search, observe(MIN_OBSERVATION_TOKENS))
@@ -162,14 +162,6 @@ def test_searches_have_no_more_sub_queries_than_a_rollout(questions, search):
         assert [len(turn.queries) for turn in turns] == [1] * searches + [0]
 
 
-def test_questions_made_from_triples_store_their_rounds(search):
-    """`rounds` has the relation first."""
-    rounds = [[["director", "Citizen Kane", "Orson Welles"]], [["place of birth", "Orson Welles", "Kenosha"]]]
-    question = Question("s", "1", "Where?", ("Kenosha",), "sequential", {"rounds": rounds})
-    assert [[t.entity for t in r] for r in rounds_of(question)] == [["Citizen Kane"], ["Orson Welles"]]
-    assert parse_turn(both(question, search)[True][-1].text).answer == "Kenosha"
-
-
 def test_equal_queries_are_one_as_in_a_rollout(search):
     """Two facts with the same query are one sub-query with one ranking."""
     films = [["Vertigo", "director", "Alfred Hitchcock"], ["vertigo", "director", "Hitchcock"]]
@@ -178,8 +170,7 @@ def test_equal_queries_are_one_as_in_a_rollout(search):
     films.append(["Citizen Kane", "director", "Orson Welles"])
     turns = [turn for turns in both(question, search).values() for turn in turns if turn.queries]
     assert [len(turn.queries) for turn in turns] == [1, 1, 1, 2]
-    assert all(parse_turn(turn.text).queries == turn.queries for turn in turns)
-    assert all(len(turn.queries) == len(turn.passages) for turn in turns)
+    assert all(parse_turn(t.text).queries == t.queries and len(t.queries) == len(t.passages) for t in turns)
 
 
 def test_the_program_writes_what_fine_tuning_reads(tmp_path):
@@ -189,27 +180,20 @@ def test_the_program_writes_what_fine_tuning_reads(tmp_path):
     # Half a surrogate pair, which cannot be written in UTF-8.
     texts = [{"id": p.id, "contents": f'"{p.title}"\n{p.text} \ud83d'} for p in PASSAGES]
     corpus.write_text("".join(json.dumps(text) + "\n" for text in texts))
-    program = [
-        sys.executable,
-        "launch/write_transcripts.py",
-        "--config=configs/qwen0p5b_cpu.py",
-        "--config.model.tokenizer=toy",  # which needs more tokens
-        "--config.rollout.obs_tokens=900",
-        f"--config.retrieval.corpus={corpus}",
-        f"--questions={questions}",
-        f"--out={out}",
-    ]
-    done = completed(program)
+    fields = {"model.tokenizer": "toy", "rollout.obs_tokens": 900, "retrieval.corpus": corpus}  # toy needs more tokens
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    program = [sys.executable, "launch/write_transcripts.py", "--config=configs/qwen0p5b_cpu.py", *flags]
+    done = completed([*program, f"--questions={questions}", f"--out={out}"])
     assert done.returncode == 0 and "3 transcripts" in done.stdout, done.stderr[-2000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {r["id"] for r in rows} == set(ROWS) and all(r["turns"][0]["passages"][0][0]["text"] for r in rows)
     plain = tmp_path / "plain.jsonl"
     plain.write_text(json.dumps({"id": "1", "question": "Who?", "golden_answers": ["A"]}) + "\n")
-    refused = completed([*program[:6], f"--questions={plain}", f"--out={tmp_path / 'none.jsonl'}"])
+    refused = completed([*program, f"--questions={plain}", f"--out={tmp_path / 'none.jsonl'}"])
     assert refused.returncode == 2 and "none of 1 questions has evidence triples" in refused.stderr
 
 
 @pytest.mark.parametrize(("text", "stated"), [("X is a town in Indiana.", False), ("X is a town in India.", True)])
 def test_a_fact_is_stated_in_complete_words(text, stated):
     """`India` is not stated by `Indiana`."""
-    assert is_stated(Triple("X", "country", "India"), [text]) is stated
+    assert is_stated(Triple("X", "country", "India"), [normalise(text)]) is stated

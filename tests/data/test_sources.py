@@ -1,12 +1,11 @@
 """Reading question files: real formats, labels, and every kind of bad row."""
 
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
 
-from psearch_jax.data.kinds import KIND_OF_LABEL, MUSIQUE_GRAPHS, Graph, musique_graph
+from psearch_jax.data.kinds import KIND_OF_LABEL, musique_kind
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.scores import score, summarise
 from psearch_jax.text.prompts import render_messages
@@ -51,34 +50,11 @@ def write_parquet(path, rows):
 # ---- what is read ----
 
 
-def test_hotpot_file(shared_data):
-    """HotpotQA's rows are read with their ids, answers and kinds."""
-    questions = read_questions(shared_data / "hotpotqa100" / "questions.jsonl", "hotpotqa")
-    assert Counter(q.kind for q in questions) == {"parallel": 22, "sequential": 78}
-    first = questions[0]
-    assert (first.source, first.id, first.answers) == ("hotpotqa", "5a77ec115542992a6e59dff7", ("a spirit",))
-    assert first.text == "If Gallu is a demon Lilu is what?"
-    assert len({q.id for q in questions}) == 100
-
-
-def test_every_label_of_the_sets(tmp_path):
-    """Every label of the data sets has its kind."""
-    kind_of_label = {
-        "comparison": "parallel",
-        "comparison_query": "parallel",
-        "bridge": "sequential",
-        "inference": "sequential",
-        "compositional": "sequential",
-        "inference_query": "sequential",
-        "bridge_comparison": "mixed",
-        "temporal_query": "mixed",
-        "null_query": "single",
-        "na": "single",
-        None: "single",
-        "": "single",
-    }
-    questions = read_questions(write(tmp_path / "two.jsonl", [row(i, label) for i, label in enumerate(kind_of_label)]))
-    assert [q.kind for q in questions] == list(kind_of_label.values())
+def test_every_label_has_its_kind(tmp_path):
+    """Labels of the data sets give the kind; without a label a question is single."""
+    labels = [*KIND_OF_LABEL, None, ""]
+    questions = read_questions(write(tmp_path / "two.jsonl", [row(i, label) for i, label in enumerate(labels)]))
+    assert [q.kind for q in questions] == [*KIND_OF_LABEL.values(), "single", "single"]
     assert set(KIND_OF_LABEL.values()) == set(KINDS)
 
 
@@ -112,16 +88,13 @@ def test_blank_lines_and_whole_number_ids(tmp_path):
 
 
 def test_text_that_cannot_be_written_is_replaced(tmp_path):
-    """Lone surrogates, which cannot be encoded, become question marks."""
-    file = tmp_path / "x.jsonl"
-    file.write_text(json.dumps(row(question="Who \ud83d is \U0001f600 older?")) + "\n")
-    (question,) = read_questions(file)
-    assert question.text == "Who ? is \U0001f600 older?"
-    question.text.encode("utf-8")
-    array = tmp_path / "x.json"  # the format of HotpotQA's own file
-    array.write_text(json.dumps([{"_id": "a\udc00", "question": "\ud83d \U0001f600?", "answer": "b\ud83d"}]))
-    (question,) = read_questions(array)
-    assert (question.id, question.text, question.answers) == ("a?", "? \U0001f600?", ("b?",))
+    """Lone surrogates, which cannot be encoded, become question marks, in lines and in arrays."""
+    file = tmp_path / "x.json"
+    text = json.dumps({"id": "a\udc00", "question": "\ud83d \U0001f600?", "golden_answers": ["b\ud83d"]})
+    for content in (text, f"[{text}]"):
+        file.write_text(content)
+        (question,) = read_questions(file)
+        assert (question.id, question.text, question.answers) == ("a?", "? \U0001f600?", ("b?",))
 
 
 def test_parquet_of_parallel_search(tmp_path, tiny_tokenizer):
@@ -139,42 +112,49 @@ def test_parquet_of_parallel_search(tmp_path, tiny_tokenizer):
     assert render_messages(tiny_tokenizer, questions[0].metadata["prompt"])
 
 
-def test_parquet_with_the_original_columns(tmp_path):
-    """Search-R1's published file also has FlashRAG's columns, which contain the plain question."""
-    rows = [
-        {**parquet_row(i), "id": f"train_{i}", "question": f"q{i}?", "metadata": {"type": "bridge"}} for i in (0, 1)
-    ]
-    for r in rows:
-        del r["extra_info"]["type"]
-    questions = read_questions(write_parquet(tmp_path / "train.parquet", rows))
-    assert [(q.text, q.id, q.kind) for q in questions] == [("q0?", "0", "sequential"), ("q1?", "1", "sequential")]
+TRIPLES = [["Ada", "father", "Byron"], ["Byron", "place of birth", "London"]]
+HOTPOT = {"_id": "5a", "question": "Who?", "answer": "Ada", "type": "comparison", "level": "hard", "context": [[1]]}
+FACTS = {"evidences": TRIPLES, "supporting_facts": [["Ada", 0], ["Byron", 2], ["Ada", 1]]}
+TITLES = {"evidences": TRIPLES, "supporting_titles": ["Ada", "Byron"]}
+BROWSECOMP = {"query_id": "12", "query": "Who?", "answer": "Ada", "gold_docs": [{"docid": "7", "text": "long"}]}
+MUSIQUE = {"id": "3hop2__1_2_3", "question": "Who?", "answer": "Ada", "answer_aliases": ["Ada", None]}
+SEARCH_R1 = {"id": "train_0", "question": "Who?", "metadata": {"type": "bridge"}, "extra_info": {"index": 0}}
+# data set: the file's ending, a row, and what is read from it (id, kind, metadata without a prompt)
+FORMATS = {
+    "HotpotQA": ("json", HOTPOT, ("5a", "parallel", {"type": "comparison"})),
+    "2WikiMultiHopQA": ("json", HOTPOT | FACTS, ("5a", "parallel", {"type": "comparison"} | TITLES)),
+    "BrowseComp-Plus": ("jsonl", BROWSECOMP, ("12", "single", {})),
+    "MuSiQue": ("jsonl", MUSIQUE, ("3hop2__1_2_3", "mixed", {})),
+    "MuSiQue of FlashRAG": ("jsonl", row(metadata={"id": "4hop1__1_2"}), ("q0", "sequential", {"id": "4hop1__1_2"})),
+    "a MuSiQue id with a label": ("jsonl", row(id="3hop2__1_2"), ("3hop2__1_2", "parallel", {"type": "comparison"})),
+    "Search-R1": ("parquet", {**parquet_row(), **SEARCH_R1}, ("0", "sequential", {"type": "bridge"})),
+}
 
 
-def test_array_of_hotpotqa_and_2wiki(tmp_path):
-    """The sets' own files are read with their labels, triples and titles."""
-    rows = [
-        {"_id": "5a8b", "question": "Who?", "answer": "Ada", "type": "comparison", "level": "hard", "context": [[1]]},
-        {"_id": "5a8c", "question": "Where?", "answer": "Rome", "type": "bridge_comparison", "evidences": [["a"]]},
-    ]
-    file = tmp_path / "dev.json"
-    file.write_text("\ufeff" + json.dumps(rows, indent=1), encoding="utf-8")
-    questions = read_questions(file, "2wikimultihopqa")
-    assert [(q.id, q.text, q.answers, q.kind) for q in questions] == [
-        ("5a8b", "Who?", ("Ada",), "parallel"),
-        ("5a8c", "Where?", ("Rome",), "mixed"),
-    ]
-    assert questions[0].metadata == {"type": "comparison"} and questions[1].metadata == {"type": "bridge_comparison"}
-    triples, facts = [["Ada", "father", "Byron"], ["Byron", "place of birth", "London"]], [["Ada", 0], ["Byron", 2]]
-    rows = [{**rows[1], "evidences": triples, "supporting_facts": [*facts, ["Ada", 1]]}]
-    file.write_text(json.dumps(rows))
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_the_data_sets(tmp_path, name):
+    """The fields of every data set are found; nested records are left out."""
+    ending, values, (identifier, kind, metadata) = FORMATS[name]
+    file = tmp_path / f"set.{ending}"
+    if ending == "parquet":
+        write_parquet(file, [values])
+    else:
+        file.write_text("\ufeff" + json.dumps([values] if ending == "json" else values), encoding="utf-8")
     (question,) = read_questions(file)
-    assert question.metadata["evidences"] == triples and question.metadata["supporting_titles"] == ["Ada", "Byron"]
+    assert (question.id, question.kind, question.answers[0]) == (identifier, kind, "Ada")
+    question.metadata.pop("prompt", None)
+    assert question.text.startswith("Who") and question.metadata == metadata
+
+
+def test_ids_that_are_not_of_musique():
+    """Only complete ids of MuSiQue's six graphs name a kind."""
+    assert [musique_kind(other) for other in ("2hop", "12hop__1_2", "2hop__x", 7, None)] == [None] * 5
 
 
 @pytest.mark.parametrize("value", [3, ["a", "b"], "high", [1, 2], True, 7.5])
 def test_names_that_another_set_uses_otherwise(tmp_path, value):
     """Reserved names with values of another form are left out, so that an evaluation can use the rest."""
-    names = ("rounds", "evidences", "chance", "dependency", "graph", "supporting_titles")
+    names = ("rounds", "evidences", "chance", "supporting_titles")
     metadata = {"type": "bridge", "other": value} | dict.fromkeys(names, value)
     (question,) = read_questions(write(tmp_path / "x.jsonl", [row(metadata=metadata)]))
     turn, tokens = Turn("x", "answer", True, answer="Ada", n_sampled=1), np.ones(1)
@@ -185,10 +165,7 @@ def test_names_that_another_set_uses_otherwise(tmp_path, value):
 def test_array_of_multihop_rag(tmp_path):
     """Rows without ids are named by their index, which does not shift when a bad row is skipped."""
     kinds = ("comparison_query", "inference_query", "temporal_query", "null_query")
-    rows = [
-        {"query": f"q{i}?", "answer": "Yes", "question_type": kind, "evidence_list": []}
-        for i, kind in enumerate(kinds)
-    ]
+    rows = [{"query": f"q{i}?", "answer": "Yes", "question_type": kind} for i, kind in enumerate(kinds)]
     rows.insert(1, {"query": "no answer?", "question_type": "null_query"})
     file = tmp_path / "MultiHopRAG.json"
     file.write_text(json.dumps(rows))
@@ -196,64 +173,8 @@ def test_array_of_multihop_rag(tmp_path):
         read_questions(file)
     skipped = []
     questions = read_questions(file, "multihoprag", skipped)
-    assert [(q.id, q.kind) for q in questions] == [
-        ("0", "parallel"),
-        ("2", "sequential"),
-        ("3", "mixed"),
-        ("4", "single"),
-    ]
+    assert [(q.id, KINDS.index(q.kind)) for q in questions] == [("0", 0), ("2", 1), ("3", 3), ("4", 2)]
     assert len(skipped) == 1 and "element 2" in skipped[0]
-
-
-def test_rows_of_browsecomp_plus(tmp_path):
-    """BrowseComp-Plus's field names are read, and its documents are not kept."""
-    documents = [{"docid": "7", "text": "long"}]
-    row = {"query_id": "12", "query": "Who?", "answer": "Ada", "gold_docs": documents, "negative_docs": documents}
-    (tmp_path / "decrypted.jsonl").write_text(json.dumps(row) + "\n")
-    (tmp_path / "decrypted.json").write_text(json.dumps([row]))
-    for name in ("decrypted.jsonl", "decrypted.json"):
-        (question,) = read_questions(tmp_path / name)
-        assert (question.id, question.text, question.answers, question.kind) == ("12", "Who?", ("Ada",), "single")
-        assert question.metadata == {}
-
-
-def test_rows_of_musique(tmp_path):
-    """The graph is read from the id, in MuSiQue's own rows and in FlashRAG's."""
-    own = {
-        "id": "3hop2__132929_684936_160088",
-        "question": "Who?",
-        "answer": "Ada",
-        "answer_aliases": ["Ada L."],
-        "question_decomposition": [{"id": 1, "question": "#1"}],
-        "answerable": True,
-    }
-    flash = row(id="dev_3", metadata={"id": "4hop1__1_2_3_4"})
-    questions = read_questions(write(tmp_path / "musique.jsonl", [own, flash, row(id="5hop__1_2")]))
-    assert [(q.id, q.kind, q.metadata.get("graph")) for q in questions] == [
-        ("3hop2__132929_684936_160088", "mixed", "3hop2"),
-        ("dev_3", "sequential", "4hop1"),
-        ("5hop__1_2", "parallel", None),
-    ]
-    assert questions[0].answers == ("Ada", "Ada L.")
-
-
-def test_graphs_of_musique():
-    """Hops, width, rounds and kind of MuSiQue's six graphs."""
-    properties = {
-        name: (len(graph.needs), graph.width, len(graph.rounds), graph.kind) for name, graph in MUSIQUE_GRAPHS.items()
-    }
-    assert properties == {
-        "2hop": (2, 1, 2, "sequential"),
-        "3hop1": (3, 1, 3, "sequential"),
-        "3hop2": (3, 2, 2, "mixed"),
-        "4hop1": (4, 1, 4, "sequential"),
-        "4hop2": (4, 2, 3, "mixed"),
-        "4hop3": (4, 2, 3, "mixed"),
-    }
-    assert MUSIQUE_GRAPHS["4hop3"].rounds == ((0, 2), (1,), (3,))
-    assert Graph(((), (), ())).kind == "parallel" and Graph(((),)).kind == "single"
-    assert musique_graph("2hop__482757_12019") == "2hop"
-    assert [musique_graph(other) for other in ("2hop", "12hop__1_2", "2hop__x", 7, None)] == [None] * 5
 
 
 # ---- what is skipped or refused ----
@@ -262,18 +183,17 @@ def test_graphs_of_musique():
 def test_bad_rows_are_skipped_when_asked(tmp_path):
     """With `skipped`, bad rows are left out and reported one by one."""
     file = tmp_path / "x.jsonl"
-    lines = [
-        json.dumps(row(0)),
-        "{broken",
-        json.dumps(row(0)),
-        json.dumps(row(1, golden_answers=[])),
-        json.dumps(row(2)),
-    ]
-    file.write_bytes("\n".join(lines).encode() + b'\n{"id": "\xe9"}\n')
+    rows = [json.dumps(r) for r in (row(0), row(0), row(1, golden_answers=[]), row(2))]
+    file.write_bytes("\n".join([rows[0], "{broken", *rows[1:]]).encode() + b'\n{"id": "\xe9"}\n')
     skipped = []
     assert [q.id for q in read_questions(file, skipped=skipped)] == ["q0", "q2"]
-    places = ("x.jsonl:2: not JSON", "x.jsonl:3: field id", "x.jsonl:4: field golden_answers", "x.jsonl:6: not UTF-8")
-    assert len(skipped) == 4 and all(place in line for place, line in zip(places, skipped, strict=True))
+    expected = (
+        "x.jsonl:2: not JSON",
+        "x.jsonl:3: field id",
+        "x.jsonl:4: field golden_answers",
+        "x.jsonl:6: not UTF-8",
+    )
+    assert all(words in line for words, line in zip(expected, skipped, strict=True))
 
 
 BAD_ROWS = {
@@ -316,7 +236,7 @@ def test_bad_row_names_file_line_and_field(tmp_path, name):
         (b"\n \n", "no questions found"),
         (b'{"id": "a", "ques', r":1: not JSON"),
         (b'{"id": "\xff"}\n', r":1: not UTF-8 text \(byte 0xff at 8\)"),
-        (b"[1, 2", "not a JSON array"),
+        (b"[1, 2", "not JSON"),
         (b'["\xff"]', "not UTF-8 text"),
         (b"[]", "no questions found"),
         ('{"id": 1}'.encode("utf-16"), r":1: not UTF-8 text"),

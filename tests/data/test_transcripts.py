@@ -102,16 +102,16 @@ def test_prompts_of_the_rows(tmp_path, tiny_tokenizer):
 
 TURNS = GOOD["turns"]
 BAD = {
-    "not json": ("{", "not JSON"),
-    "a list": ("[1]", "list found, accepted: a rollout"),
-    "no turns": ({"question": "Who?"}, "field turns: 'None' found"),
-    "no question": ({"turns": TURNS}, "field question: None found"),
-    "a turn without text": ({**GOOD, "turns": [{"words": "x"}]}, "turn 1: .*an object with a text"),
+    "not json": ("{", "Invalid JSON"),
+    "a list": ("[1]", "should be an object; accepted: a rollout"),
+    "no turns": ({"question": "Who?"}, "transcript.turns: .*Field required"),
+    "no question": ({"turns": TURNS}, "field question: '' found"),
+    "a turn without text": ({**GOOD, "turns": [{"words": "x"}]}, "transcript.turns.0.text: .*Field required"),
     "passages missing": ({**GOOD, "turns": [{"text": SEARCH}, TURNS[1]]}, "turn 1: field passages: 0 found, .* 2 sub"),
     "passages of nothing": ({**GOOD, "turns": [{"text": ANSWER, "passages": [[ADA]]}]}, "turn 1: field passages: 1"),
     "a passage that is none": (
         {**GOOD, "turns": [{"text": SEARCH, "passages": [[ADA], ["x"]]}, TURNS[1]]},
-        "objects with title or text",
+        "turns.0.passages.1.0: 'x' found",
     ),
     "an answer too early": ({**GOOD, "turns": [TURNS[1], TURNS[1]]}, "turn 1: an answer found"),
     "text after a search": ({**GOOD, "turns": [{**TURNS[0], "text": SEARCH + " so"}, TURNS[1]]}, "turn 1: 'so' after"),
@@ -119,8 +119,8 @@ BAD = {
         {**GOOD, "turns": [{"text": ANSWER + " and more"}]},
         "turn 1: 'and more' after </answer>",
     ),
-    "too deep": ("[" * 100_000, "not JSON"),
-    "train that is no flag": ({**GOOD, "turns": [{"text": ANSWER, "train": 1}]}, "field train: 1 found"),
+    "too deep": ("[" * 100_000, "Invalid JSON"),
+    "train that is no flag": ({**GOOD, "turns": [{"text": ANSWER, "train": 1}]}, "turns.0.train: '1' found"),
     "nothing to learn": ({**GOOD, "turns": [{"text": ANSWER, "train": False}]}, "no token to learn from"),
     "too long": ({**GOOD, "turns": [{"text": "a " * 900 + ANSWER}]}, "config.rollout.context_tokens=900"),
 }
@@ -142,7 +142,7 @@ def test_rollouts_of_another_tokenizer_are_refused(tmp_path, tiny_tokenizer, tok
     broken = rollout(tiny_tokenizer)
     for fields, words in (
         ({"mask": broken["mask"][:-1]}, "equally many"),
-        ({"ids": ["1"]}, "a list of whole numbers"),
+        ({"ids": ["1"]}, "ids.0: '1' found: Input should be a valid integer"),
         ({"ids": [10**6] * len(broken["ids"])}, "token id 1000000 found"),
         ({"ids": [10**30] * len(broken["ids"])}, "token id 10{30} found"),
     ):

@@ -11,18 +11,11 @@ from contextlib import contextmanager
 import jax.numpy as jnp
 import pytest
 import uvicorn
-from helpers import (
-    PASSAGES,
-    one_device_mesh,
-    random_params,
-    tiny_config,
-)
+from helpers import PASSAGES, one_device_mesh, random_params, tiny_config
 from programs import ROOT, Program, completed, wait_until
 
 from psearch_jax.config import Config, to_mapping
-from psearch_jax.eval.evaluate import (
-    read_scores,
-)
+from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.models.hf import save_hf
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
 from psearch_jax.train.state import init_state, make_optimizer
@@ -102,58 +95,49 @@ def test_program_is_asked_again(evaluated):
     """A second call repeats no rollouts, and refuses other settings."""
     directory, first, common = evaluated
     again = run_eval(f"--model={directory / 'run'}", f"--out={directory / 'a'}", *common, "--k=2")
-    assert again.returncode == 0 and "| nq | .000 | .000 |" in again.stdout, again.stderr
+    assert again.returncode == 0 and "| nq | .000 |" in again.stdout, again.stderr
     other = run_eval(f"--model={directory / 'run'}", f"--out={directory / 'a'}", *common, "--seed=5")
-    assert other.returncode == 2 and "holds an evaluation with seed 1, found 5" in other.stderr
+    assert other.returncode == 2 and "holds results with seed 1, found 5" in other.stderr
     assert len(other.stderr.strip().splitlines()) == 1
+
+
+def config_file(path, corpus):
+    """A config module with tiny budgets."""
+    values = small_run_config(corpus)
+    path.write_text(f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({values!r})\n")
+    return path
 
 
 @pytest.mark.slow
 def test_program_evaluates_an_export_alike(evaluated, tmp_path, files):
-    """A checkpoint and its HF export give equal rows."""
+    """A checkpoint and its HF export give equal rows, and settings that identify the weights by their bits."""
     directory, _, common = evaluated
-    config = tmp_path / "config.py"
-    values = small_run_config(files[1])
-    config.write_text(
-        f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({values!r})\n"
-    )
+    config = config_file(tmp_path / "config.py", files[1])
     done = run_eval(f"--model={directory / 'hf'}", f"--out={tmp_path / 'b'}", f"--config={config}", *common)
     assert done.returncode == 0, done.stderr
-    assert (directory / "a" / "nq.jsonl").read_bytes() == (tmp_path / "b" / "nq.jsonl").read_bytes()
-    settings = [
-        json.loads((out / "results.json").read_text())["settings"] for out in (directory / "a", tmp_path / "b")
-    ]
-    assert settings[0] == settings[1], "the settings must identify weights only by their bits"
+    ours, theirs = directory / "a", tmp_path / "b"
+    assert (ours / "nq.jsonl").read_bytes() == (theirs / "nq.jsonl").read_bytes()
+    settings = [json.loads((out / "results.json").read_text())["settings"] for out in (ours, theirs)]
+    assert settings[0] == settings[1]
 
 
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(evaluated, tmp_path, files):
-    """A killed evaluation ends with the rows of an uninterrupted one, without repeating finished parts."""
+    """A killed evaluation ends with the rows of an uninterrupted one."""
     directory, _, _ = evaluated
-    rows = [json.loads(files[0].read_text().splitlines()[0]) | {"id": f"q{i}"} for i in range(200)]
-    many = tmp_path / "many.jsonl"
-    many.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    row, many = json.loads(files[0].read_text().splitlines()[0]), tmp_path / "many.jsonl"
+    many.write_text("".join(json.dumps(row | {"id": f"q{i}"}) + "\n" for i in range(200)))
     sets = [f"--benchmark={name}:{many}" for name in ("nq", "popqa")]
-    common = [
-        f"--model={directory / 'run'}",
-        *sets,
-        "--temperature=1",
-        f"--corpus={files[1]}",
-        "--config.rollout.slots=4",
-    ]
-    uninterrupted, resumed = tmp_path / "whole", tmp_path / "cut"
-    assert run_eval(*common, f"--out={uninterrupted}").returncode == 0
-    command = [sys.executable, str(ROOT / "launch" / "eval.py"), *common, f"--out={resumed}"]
-    for parts in (2, 5):
-        process = Program(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until(lambda parts=parts: len(list((resumed / "parts").glob("*.jsonl"))) >= parts, 120)
-        process.kill()
-        process.wait()
-        assert (resumed / "parts").is_dir() and not (resumed / "results.json").exists()
-    (resumed / "parts" / "000001.jsonl").rename(resumed / "kept")  # a finished part must not be evaluated again
-    (resumed / "parts" / "000001.jsonl").write_bytes((resumed / "kept").read_bytes())
-    (resumed / "kept").unlink()
-    done = run_eval(*common, f"--out={resumed}")
+    flags = [f"--model={directory / 'run'}", "--temperature=1", f"--corpus={files[1]}", "--config.rollout.slots=4"]
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
+    assert run_eval(*flags, *sets, f"--out={uninterrupted}").returncode == 0
+    command = [sys.executable, str(ROOT / "launch" / "eval.py"), *flags, *sets, f"--out={resumed}"]
+    process = Program(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(list((resumed / "parts").glob("*.jsonl"))) >= 3, 120)
+    process.kill()
+    process.wait()
+    assert (resumed / "parts").is_dir() and not (resumed / "results.json").exists()
+    done = run_eval(*flags, *sets, f"--out={resumed}")
     assert done.returncode == 0, done.stderr
     assert {p.name for p in resumed.iterdir()} == {p.name for p in uninterrupted.iterdir()}
     for file in {*uninterrupted.iterdir()} - {uninterrupted / "report.html"}:  # the report names its directory
@@ -164,23 +148,13 @@ def test_killed_and_resumed_equals_uninterrupted(evaluated, tmp_path, files):
 def test_program_evaluates_without_a_search(evaluated, tmp_path, files):
     """The baseline without search needs no passages; other methods do."""
     directory, _, _ = evaluated
-    config = tmp_path / "config.py"
-    values = small_run_config("")
-    config.write_text(
-        f"from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict({values!r})\n"
-    )
+    config = config_file(tmp_path / "config.py", "")
     common = (f"--model={directory / 'hf'}", f"--config={config}", f"--benchmark=nq:{files[0]}")
     done = run_eval(*common, f"--out={tmp_path / 'r1'}", "--config.method=r1")
     assert done.returncode == 0, done.stderr
     (scores,) = read_scores(tmp_path / "r1").values()
     assert {s.searches for s in scores} == {0} and {s.turns for s in scores} == {1} and "| r1 |" in done.stdout
     assert "--index: none given" in run_eval(*common, f"--out={tmp_path / 'x'}", "--config.method=search_r1").stderr
-    refused = run_eval(*common, f"--out={tmp_path / 'x'}", "--config.method=r2")
-    assert (
-        refused.returncode == 2
-        and "config.method: found 'r2'" in refused.stderr
-        and "parallelsearch" in refused.stderr
-    )
 
 
 @contextmanager
@@ -198,9 +172,8 @@ def serving(index):
 
 
 @pytest.mark.slow
-def test_leaks_and_the_corpus_behind_an_address_are_reported(evaluated, tmp_path, files):
-    """A benchmark that was trained on looks like a success, or evaluations over two corpora look the same because both
-    retrievers were served at port 8000."""
+def test_leaks_and_the_corpus_of_a_server_are_reported(evaluated, tmp_path, files):
+    """Trained-on questions, skipped rows and the corpus of a retrieval server are reported."""
     directory, _, common = evaluated
     train = tmp_path / "train.jsonl"
     train.write_text(json.dumps({"id": "t", "question": "who is the OLDER", "golden_answers": ["Ada"]}) + "\n")

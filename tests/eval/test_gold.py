@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from programs import ROOT, completed
+from programs import completed
 
 from psearch_jax.closed_world import question_forms
 from psearch_jax.closed_world.encyclopedia import ClosedWorld, fact_sentence
-from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.gold import GoldPassages
 from psearch_jax.types import Question, UserError
+from retrieval.corpus import write_corpus
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
 
@@ -78,31 +78,23 @@ def test_questions_of_one_text_keep_their_passages(service):
     assert [passage.title for passage in passages] == ["Carl Reiner", "Frank Launder"]
 
 
-def test_a_question_without_titles_is_refused(service, tmp_path):
-    """A question without titles or facts is refused in one line, and so is a method that reads no passages."""
+def test_a_question_without_titles_is_refused(service):
+    """A question that names neither titles nor facts is refused in one line."""
     with pytest.raises(UserError, match=r"question '7' of 2wiki has neither metadata.supporting_titles nor"):
         GoldPassages(service, [asked()])
-    file = tmp_path / "bamboogle.jsonl"
-    file.write_text(json.dumps({"id": "b1", "question": "Who?", "golden_answers": ["x"]}) + "\n")
-    assert len(read_questions(file)) == 1
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps({"id": "0", "contents": '"A"\nB'}) + "\n")
-    arguments = ["--model=toy", f"--benchmark=b:{file}", f"--out={tmp_path / 'out'}", f"--corpus={corpus}"]
-    done = completed([str(ROOT / "launch" / "eval.py"), *arguments, "--gold_passages"])
-    assert done.returncode == 2 and "question 'b1' of b has neither" in done.stderr
-    done = completed([str(ROOT / "launch" / "eval.py"), *arguments, "--gold_passages", "--config.method=r1"])
-    assert done.returncode == 2 and "--gold_passages: found with method r1" in done.stderr
 
 
 def test_the_program_puts_them_in_front_of_the_first_turn(tmp_path):
-    """The passages start the context, and the policy does not search."""
+    """The passages start the context, and the policy does not search; a method without passages is refused."""
     questions, corpus = tmp_path / "questions.jsonl", tmp_path / "corpus.jsonl"
     row = {"id": "q", "question": "When was the director of The Jerk born?", "golden_answers": ["1922"]}
     questions.write_text(json.dumps(row | {"metadata": {"type": "inference", "evidences": EVIDENCE}}) + "\n")
-    contents = [{"id": p.id, "contents": f'"{p.title}"\n{p.text}'} for p in PASSAGES]
-    corpus.write_text("".join(json.dumps(one) + "\n" for one in contents))
-    program = [str(ROOT / "launch" / "eval.py"), "--model=toy", "--config=configs/smoke.py", "--gold_passages"]
-    done = completed([*program, f"--benchmark=2wiki:{questions}", f"--corpus={corpus}", f"--out={tmp_path / 'out'}"])
+    write_corpus(corpus, PASSAGES)
+    program = ["launch/eval.py", "--model=toy", "--config=configs/smoke.py", "--gold_passages"]
+    program += [f"--benchmark=2wiki:{questions}", f"--corpus={corpus}", f"--out={tmp_path / 'out'}"]
+    refused = completed([*program, "--config.method=r1"])
+    assert refused.returncode == 2 and "--gold_passages: found with method r1" in refused.stderr
+    done = completed(program)
     assert done.returncode == 0, done.stderr
     (row,) = [json.loads(line) for line in (tmp_path / "out" / "2wiki.jsonl").read_text().splitlines()]
     assert [passage["title"] for passage in row["actions"][0]["passages"][0]] == ["The Jerk", "Carl Reiner"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from programs import Program, completed, wait_until
 
-from psearch_jax.eval.rejection import Selection, best_rollouts
+from psearch_jax.eval.rejection import best_rollouts
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn
 
 QUESTION = Question("s", "1", "Who?", ("Ada",), "parallel")
@@ -23,12 +23,8 @@ def scored(sample, reward, text="<answer>", length=4, well_formed=True):
     return Trajectory(QUESTION, sample, "answered", (turn,), ids, ids > 0, ids * 1.0, 1), RewardParts(reward, 0, 0, 0)
 
 
-def kept(pairs, **selection):
-    return [t.sample for t, _ in best_rollouts(pairs, Selection(**selection))]
-
-
 def test_the_best_are_kept_once_each():
-    """A worse rollout kept instead of a better one, a text kept twice, or an ill-formed rollout kept."""
+    """The best rollouts are kept, each text once, and only well-formed ones."""
     pairs = [
         scored(0, 1.0, "a"),
         scored(1, 2.0, "b", length=9),
@@ -37,11 +33,8 @@ def test_the_best_are_kept_once_each():
         scored(4, 9.0, "d", well_formed=False),
         scored(5, 0.5, "e"),
     ]
-    assert kept(pairs) == [2]
-    assert kept(pairs, keep=9) == [2, 1, 0, 5]
-    assert kept(pairs, keep=9, min_reward=1.0) == [2, 1, 0]
-    assert kept(pairs, keep=2, well_formed=False) == [4, 2]
-    assert kept(pairs, min_reward=3.0) == []
+    for keep, min_reward, expected in ((1, 0.0, [2]), (9, 0.0, [2, 1, 0, 5]), (9, 1.0, [2, 1, 0]), (1, 3.0, [])):
+        assert [t.sample for t, _ in best_rollouts(pairs, keep, min_reward)] == expected
 
 
 def command(out: Path, *more: str) -> list[str]:
@@ -67,7 +60,7 @@ def sampled(tmp_path_factory):
 
 
 def test_rows_are_rollouts_with_their_reward(sampled):
-    """Kept rollouts that are not the best of their question, or a report with other counts."""
+    """One rollout per question is kept, with its reward, and the counts are printed."""
     out, printed = sampled
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert 8 < len(rows) <= 64 and f"{len(rows)} kept, of {len(rows)} questions" in printed
@@ -87,40 +80,32 @@ def test_rows_are_rollouts_with_their_reward(sampled):
     ],
 )
 def test_flags_without_effect_are_refused(tmp_path, flag, message):
-    """Rollouts over other passages than asked for, or an empty file after an hour."""
+    """A flag that would have no effect is refused before anything is written."""
     done = completed([sys.executable, *command(tmp_path / "out.jsonl", flag)])
-    assert done.returncode == 2 and message in done.stderr, done.stderr[-3000:]
-    assert not list(tmp_path.iterdir())
+    assert done.returncode == 2 and message in done.stderr and not list(tmp_path.iterdir()), done.stderr[-3000:]
 
 
 def test_a_killed_call_resumes(sampled, tmp_path):
-    """Hours of sampling lost, or different rollouts after a kill."""
+    """A killed call ends with the rows of an uninterrupted one, and refuses other settings."""
     out = tmp_path / "best.jsonl"
     process = Program(command(out, "--count=64"))
-    wait_until(lambda: list(tmp_path.glob("best.jsonl.parts/0*.json")) or process.poll() is not None, 300)
+    wait_until(lambda: list(tmp_path.glob("best.jsonl.parts/0*.jsonl")) or process.poll() is not None, 300)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not out.exists()
     other = completed([sys.executable, *command(out, "--count=64", "--seed=1")])
-    assert other.returncode == 2 and "found other settings" in other.stderr
+    assert other.returncode == 2 and "holds results with sampling.seed 0, found 1" in other.stderr
     done = completed([sys.executable, *command(out, "--count=64")])
     assert done.returncode == 0, done.stderr[-3000:]
     assert out.read_bytes() == sampled[0].read_bytes() and not list(tmp_path.glob("*.parts"))
 
 
 def test_fine_tuning_takes_them(sampled, tmp_path):
-    """A format that launch/sft.py refuses, or a loss that does not fall on the chosen rollouts."""
-    arguments = [
-        "launch/sft.py",
-        "--config=configs/smoke.py",
-        f"--transcripts={sampled[0]}",
-        f"--workdir={tmp_path / 'run'}",
-        "--config.sft.epochs=4",
-        "--config.sft.batch_rows=8",
-        "--config.sft.learning_rate=1e-3",
-        "--config.learning.micro_batch_rows=8",
-    ]
-    done = completed([sys.executable, *arguments])
+    """launch/sft.py reads the rollouts, and its loss on them falls."""
+    fields = {"sft.epochs": 4, "sft.batch_rows": 8, "sft.learning_rate": 1e-3, "learning.micro_batch_rows": 8}
+    flags = [f"--transcripts={sampled[0]}", f"--workdir={tmp_path / 'run'}"]
+    flags += [f"--config.{name}={value}" for name, value in fields.items()]
+    done = completed([sys.executable, "launch/sft.py", "--config=configs/smoke.py", *flags])
     assert done.returncode == 0 and "policy: written" in done.stdout, done.stderr[-3000:]
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert np.mean(losses[-3:]) < np.mean(losses[:3])

@@ -146,7 +146,7 @@ def test_what_is_mapped_into_memory_has_to_be_local(bucket, tmp_path):
         with pytest.raises(CorpusError, match=words):
             refused()
     with pytest.raises(UserError, match=f"--out=gs://bucket/set: {words}"):
-        prepare([("nq", str(tmp_path / "c.jsonl"))], "train", f"{bucket}/set")
+        prepare([("nq", str(tmp_path / "c.jsonl"))], f"{bucket}/set")
     with pytest.raises(UserError, match=f"questions=gs://bucket/index: {words}"):
         PreparedQuestions(there)
     config = Config()

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.eval.benchmarks import PAIRS, is_paired
+from psearch_jax.eval.benchmarks import PAIRS, PAIRS_SOURCE
 from psearch_jax.eval.evaluate import evaluate
 from psearch_jax.eval.scores import group_by_kind, score, summarise
 from psearch_jax.runtime import processes, progress
@@ -40,8 +40,8 @@ def evaluate_policy(run: Run, temperature: float) -> dict[str, dict[str, float]]
             progress=on_progress,
         )
     scores = [score(t) for t in trajectories]
-    pairs = [s for s in scores if is_paired(s.source)]
-    others = [s for s in scores if not is_paired(s.source)]
+    pairs = [s for s in scores if s.source == PAIRS_SOURCE]
+    others = [s for s in scores if s.source != PAIRS_SOURCE]
     groups = {"all": others, **group_by_kind(others)} | ({PAIRS: pairs} if pairs else {})
     return {name: summarise(group) for name, group in groups.items()}
 
