@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -25,7 +26,10 @@ from psearch_jax.assembly import policy_flags
 from psearch_jax.config import Config, with_method
 from psearch_jax.runtime import cli, processes
 from psearch_jax.runtime.paths import locate, write_atomically
-from psearch_jax.types import Question, UserError
+from psearch_jax.types import END_STATUSES, Question, UserError
+
+if TYPE_CHECKING:
+    from psearch_jax.eval.scores import Score
 
 log = logging.getLogger("psearch_jax")
 
@@ -114,6 +118,35 @@ def find_leaks(
     return {name: [q.id for q in questions if id(q) in overlapping] for name, questions in benchmarks.items()}, ""
 
 
+def describe_evaluation(
+    scores: dict[str, list[Score]], config: Config, passages: dict[str, Any], closed_world: bool
+) -> list[str]:
+    """What a reader of the tables has to know: where the passages are from, and what went wrong in most rollouts."""
+    if closed_world:
+        notes = ["Published figures are for the real sets; these questions are fictional."]
+    else:
+        notes = ["Published figures, where shown, are for the complete sets, with various retrievers."]
+    if passages:
+        rows, name, digest = (passages[key] for key in ("rows", "corpus", "corpus_sha256"))
+        known = f"{rows} passages, {name or 'generated'} (sha256 {digest})"
+        notes.append(f"Searched: {known if digest else 'not reported by the server'}.")
+    for name, rollouts in scores.items():
+        share = {status: sum(s.status == status for s in rollouts) / len(rollouts) for status in END_STATUSES}
+        if share["not_finite"]:
+            notes.append(
+                f"NOT FINITE: {share['not_finite']:.1%} of the rollouts of {name} ended with logits that are not "
+                f"finite and count as wrong; {config.model.sampling_dtype} is too narrow for this model."
+            )
+        if share["answered"] < 0.5:
+            notes.append(f"NO ANSWER: {1 - share['answered']:.0%} of the rollouts of {name} end without one.")
+        idle = sum(s.first_sub_queries == 0 for s in rollouts) / len(rollouts)
+        if idle > 0.5 and with_method(config).rollout.search_turns:
+            notes.append(
+                f"NO SEARCH: {idle:.0%} of the rollouts of {name} never search, which counts as not splitting."
+            )
+    return notes
+
+
 def main(_: list[str]) -> None:
     policy_flags.refuse_without_effect(NO_EFFECT, "evaluations")
     cli.configure_jax()
@@ -143,11 +176,10 @@ def main(_: list[str]) -> None:
 
     from psearch_jax.assembly import build  # slow import, after bad input was refused
     from psearch_jax.eval import tables
-    from psearch_jax.eval.evaluate import FILLS, Evaluation, evaluate, policy_settings
+    from psearch_jax.eval.evaluate import FILLS, evaluate, evaluate_benchmarks, policy_settings, write_results
     from psearch_jax.eval.gold import GoldPassages
     from psearch_jax.eval.scores import figures
     from psearch_jax.report import page
-    from psearch_jax.runtime.metrics import mean
     from psearch_jax.train.monitoring.validation import EVAL_STEP
 
     parts = build.from_path(config, model)
@@ -159,7 +191,6 @@ def main(_: list[str]) -> None:
     retriever = parts.collector.retriever
     passages = processes.broadcast(lambda: retriever.describe() if retriever else {})
     settings = policy_settings(parts.config, parts.tokenizer, parts.params, passages)
-    evaluation = Evaluation(OUT.value, questions, settings | sampling)
     weights = parts.sampling_weights()
 
     roll_out = functools.partial(
@@ -172,37 +203,13 @@ def main(_: list[str]) -> None:
         samples=SAMPLES.value,
     )
     per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
-    scores = evaluation.run(roll_out, per_part)
+    scores = evaluate_benchmarks(OUT.value, questions, settings | sampling, roll_out, per_part)
     if not processes.first():
         return
 
     results = {name: figures(rows, sorted(set(K.value))) for name, rows in scores.items()}
     text = tables.results(results, config.method)
-    if any(benchmark.closed_world for benchmark in loaded):
-        notes = ["Published figures are for the real sets; these questions are fictional."]
-    else:
-        notes = ["Published figures, where shown, are for the complete sets, with various retrievers."]
-    if passages:
-        rows, name, digest = (passages[key] for key in ("rows", "corpus", "corpus_sha256"))
-        corpus = (
-            f"{rows} passages, {name or 'generated'} (sha256 {digest})" if digest else "not reported by the server"
-        )
-        notes.append(f"Searched: {corpus}.")
-    for name, result in results.items():
-        broken = result["all"]["not_finite"]
-        if broken:
-            notes.append(
-                f"NOT FINITE: {broken} of the {len(scores[name])} rollouts of {name} ended with logits that are not "
-                f"finite and count as wrong; {config.model.sampling_dtype} is too narrow for this model."
-            )
-    for name, rows in scores.items():
-        silent, idle = mean(s.status != "answered" for s in rows), mean(s.first_sub_queries == 0 for s in rows)
-        if silent > 0.5:
-            notes.append(f"NO ANSWER: {silent:.0%} of the rollouts of {name} end without one.")
-        if idle > 0.5 and with_method(config).rollout.search_turns:
-            notes.append(
-                f"NO SEARCH: {idle:.0%} of the rollouts of {name} never search, which counts as not splitting."
-            )
+    notes = describe_evaluation(scores, config, passages, loaded[0].closed_world)
     for name, ids in leaked.items():
         if ids:
             notes.append(f"LEAK: {len(ids)} of the {len(questions[name])} questions of {name} were trained on.")
@@ -210,7 +217,7 @@ def main(_: list[str]) -> None:
         notes.append(f"{len(skipped)} bad rows were skipped, see skipped.txt; the first: {skipped[0]}")
         write_atomically(locate(OUT.value) / "skipped.txt", "".join(f"{line}\n" for line in skipped))
     text = "\n\n".join([text, *notes]) + "\n"
-    evaluation.finish({"model": model, "passages": passages, "benchmarks": results, "leaked": leaked}, text)
+    write_results(OUT.value, {"model": model, "passages": passages, "benchmarks": results, "leaked": leaked}, text)
     print(text, end="")
     if unchecked:
         log.info("leaks are not checked: %s", unchecked)

@@ -195,7 +195,6 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         config.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
-        fingerprint=getattr(questions, "fingerprint", None),
     )
     contents = _describe_inputs(config, parts, loader.fingerprint, evaluation)
     return Run(

@@ -20,12 +20,7 @@ def hash_question(question: Question) -> float:
 
 
 class Selection(Sequence[Question]):
-    """A subset of a lazily read sequence of questions.
-
-    Args:
-      rows: the indices of the subset.
-      fingerprint: for `QuestionLoader`.
-    """
+    """Some rows of a lazily read sequence of questions; `fingerprint` is for `QuestionLoader`."""
 
     def __init__(self, questions: Sequence[Question], rows: Sequence[int], fingerprint: str):
         self._questions, self._rows, self.fingerprint = questions, rows, fingerprint

@@ -17,12 +17,11 @@ class QuestionLoader:
     takes every P-th question from the p-th on, so the questions of a step depend only on `batch * process_count`.
 
     Args:
-      questions: the same list in every process.
+      questions: the same in every process. Their `fingerprint`, if they have one, saves reading all of them.
       batch: questions per step for this process.
       seed: of the shuffles.
       epochs: number of passes over the questions; None: endless.
       process_index, process_count: select this process's part of the data.
-      fingerprint: hash of the questions' contents in order, if known; by default computed from the questions.
 
     Raises:
       UserError: there are fewer questions than one step of all processes needs.
@@ -36,7 +35,6 @@ class QuestionLoader:
         epochs: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
-        fingerprint: str | None = None,
     ):
         step = batch * process_count
         if batch < 1 or len(questions) < step:
@@ -53,7 +51,7 @@ class QuestionLoader:
         # No prefetch threads: a question is read in microseconds.
         self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
         self._fingerprint = {
-            "data": fingerprint or digest(questions),
+            "data": getattr(questions, "fingerprint", None) or digest(questions),
             "seed": seed,
             "questions_per_step": step,  # over all processes, whose number may change on resume
         }

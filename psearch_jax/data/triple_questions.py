@@ -51,17 +51,16 @@ RELATIONS = {
     "inception": Relation("date", "foundation date", "was founded", "when was {e} founded"),
 }
 OPENINGS = ("", "Tell me: ", "I would like to know: ", "Could you tell me: ", "Please find out: ", "Do you know: ")
-SIZES = {2: 0.6, 3: 0.25, 4: 0.15}  # number of names to choose from -> frequency
+SIZES = (2, 2, 2, 3, 4)  # numbers of names to choose from, drawn uniformly
 SHARES: dict[Kind, float] = {"parallel": 0.45, "sequential": 0.45, "single": 0.1}
-TWINS = 0.35  # share of all questions that are the parallel (or sequential) member of a pair of twins
 MOST_PER_FACTS = 3  # at most this number of questions of one form about the same facts
-# kind -> its forms, with their shares
-FORMS: dict[Kind, dict[str, float]] = {
-    "parallel": {"compare": 0.5, "has": 0.5},
-    "sequential": {"bridge": 0.2, "bridge_choose": 0.8},
-    "single": {"fact": 0.5, "fact_choose": 0.5},
+TWINS = 0.35  # share of all questions that are the parallel (or sequential) member of a pair of twins
+FORMS: dict[Kind, tuple[str, ...]] = {  # drawn uniformly
+    "parallel": ("compare", "has"),
+    "sequential": ("bridge", *["bridge_choose"] * 4),
+    "single": ("fact", "fact_choose"),
 }
-Draft = tuple[Question, list[str]]  # a question without a text and an id, and its possible texts
+Draft = tuple[Question, list[str], frozenset[Triple]]  # without a text and an id; its possible texts; its facts
 
 
 def make_questions(triples: Iterable[Triple], *, seed: int, count: int, source: str) -> list[Question]:
@@ -94,7 +93,7 @@ class QuestionMaker:
         for fact in facts:
             self.facts.setdefault(fact.relation, []).append(fact)
         self.made: dict[str, Question] = {}  # by normalised text
-        self.uses: Counter[tuple] = Counter()  # questions by form and facts
+        self.uses: Counter[tuple[str, frozenset[Triple]]] = Counter()  # questions by form and facts
 
     def add_questions(self, kind: Kind, twin: Kind | None, wanted: int) -> None:
         """Adds questions of a kind until there are `wanted`; stops after 40 attempts in a row that fail.
@@ -104,34 +103,31 @@ class QuestionMaker:
         failures = 0
         while failures < 40 and sum(question.kind == kind for question in self.made.values()) < wanted:
             failures += 1
-            drafts = list(filter(None, [self.draft(kind), self.draft(twin)] if twin else [self.draft(kind)]))
-            signatures = [set(map(signature, texts)) for _, texts in drafts]
-            if len(drafts) == 1 + bool(twin) and (shared := set.intersection(*signatures)):
+            drafts = list(filter(None, map(self.draft, [kind, twin] if twin else [kind])))
+            if len(drafts) < (2 if twin else 1):
+                continue
+            shared = set.intersection(*({signature(text) for text in texts} for _, texts, _ in drafts))
+            if shared:
                 failures, chosen = 0, self.pick(sorted(shared))
-                for question, texts in drafts:
-                    self.add(question, self.pick([text for text in texts if signature(text) == chosen]))
-
-    def add(self, question: Question, text: str) -> None:
-        """Adds a draft in one of its wordings."""
-        identifier = f"{question.metadata['form']}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        self.made[normalise(text)] = replace(question, id=identifier, text=text)
-        self.uses[identify_facts(question)] += 1
+                for question, texts, facts in drafts:
+                    form, text = question.metadata["form"], self.pick([t for t in texts if signature(t) == chosen])
+                    identifier = f"{form}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+                    self.made[normalise(text)] = replace(question, id=identifier, text=text)
+                    self.uses[form, facts] += 1
 
     def draft(self, kind: Kind) -> Draft | None:
         """A draft of a kind about facts that are not used up; None if many attempts fail."""
-        forms, shares = list(FORMS[kind]), list(FORMS[kind].values())
         for _ in range(20):
-            form = forms[int(self.rng.choice(len(forms), p=shares))]
+            form = self.pick(FORMS[kind])
             drafted = self.draft_parallel(form) if kind == "parallel" else self.draft_chain(form)
-            if not drafted:
-                continue
-            rounds, answers, clauses = drafted
-            triples = [[[fact.relation, fact.entity, fact.value] for fact in facts] for facts in rounds]
-            question = Question(self.source, "", "", answers, kind, {"form": form, "rounds": triples})
-            if self.uses[identify_facts(question)] < MOST_PER_FACTS:
+            rounds, answers, clauses = drafted or ([], (), [])
+            facts = frozenset(fact for r in rounds for fact in r)
+            if facts and self.uses[form, facts] < MOST_PER_FACTS:
+                stored = [[[fact.relation, fact.entity, fact.value] for fact in r] for r in rounds]
                 texts = [f"{opening}{clause}?" for clause in clauses for opening in OPENINGS]
                 texts = [text[0].upper() + text[1:] for text in texts]
-                return question, [text for text in texts if normalise(text) not in self.made]
+                question = Question(self.source, "", "", answers, kind, {"form": form, "rounds": stored})
+                return question, [text for text in texts if normalise(text) not in self.made], facts
         return None
 
     def draft_parallel(self, form: str) -> tuple[list[list[Triple]], tuple[str, ...], list[str]] | None:
@@ -175,20 +171,17 @@ class QuestionMaker:
             return []
         weights = np.sqrt([len(self.facts[name]) for name in relations])
         relation = relations[int(self.rng.choice(len(relations), p=weights / weights.sum()))]
-        facts = self.shuffle(self.facts[relation])[: self.draw_size()]
+        facts = self.shuffle(self.facts[relation])[: self.pick(SIZES)]
         return facts if len(facts) > 1 and can_list([fact.entity for fact in facts]) else []
 
     def draw_options(self, right: Triple) -> list[str]:
         """The value of a fact among values of other facts of its relation; [] if there are too few."""
-        options, count = [right], self.draw_size()
+        options, count = [right], self.pick(SIZES)
         for other in self.shuffle(self.facts[right.relation])[: 8 * count]:
             if len(options) < count and all(differ(known, other) for known in options):
                 options.append(other)
         names = [fact.value for fact in self.shuffle(options)]
         return names if len(names) == count and can_list(names) else []
-
-    def draw_size(self) -> int:
-        return int(self.rng.choice(list(SIZES), p=list(SIZES.values())))
 
     def pick(self, items: Sequence) -> Any:
         """One of the items, uniformly; None if there are none."""
@@ -215,11 +208,6 @@ def signature(text: str) -> tuple[str, ...]:
     """Surface features of a question: its first two words (a name is `*`), and its connectives."""
     opening = [word if i == 0 or word.islower() or word == "I" else "*" for i, word in enumerate(text.split()[:2])]
     return (*opening, *(word for word in ("or", "and") if re.search(rf"\b{word}\b", text)))
-
-
-def identify_facts(question: Question) -> tuple:
-    """A question's form and facts, whatever their order."""
-    return question.metadata["form"], frozenset(tuple(fact) for facts in question.metadata["rounds"] for fact in facts)
 
 
 def can_list(names: Sequence[str]) -> bool:

@@ -157,9 +157,5 @@ def chain_triples(triples: Sequence[Triple]) -> list[tuple[Triple, ...]]:
     about: dict[str, list[Triple]] = defaultdict(list)
     for triple in triples:
         about[name_key(triple.entity)].append(triple)
-    pairs = [(first, second) for first in triples for second in about.get(name_key(first.value), ())]
-    return [
-        (first, second)
-        for first, second in pairs
-        if len({name_key(name) for name in (first.entity, first.value, second.value)}) == 3
-    ]
+    chains = ((first, second) for first in triples for second in about.get(name_key(first.value), ()))
+    return [(a, b) for a, b in chains if len({name_key(name) for name in (a.entity, a.value, b.value)}) == 3]

@@ -140,7 +140,7 @@ def published_table() -> dict[tuple[str, str], list[Published]]:
     return table
 
 
-def published(name: str, kind: str = "") -> Sequence[Published]:
+def find_published(name: str, kind: str = "") -> Sequence[Published]:
     """A benchmark's published rows, by its name in any spelling (`HotpotQA`, `hotpot_qa`); () when unknown."""
     bare = re.sub(r"[^a-z0-9]", "", name.lower())
     return published_table().get((ALIASES.get(bare, bare), kind), ())

@@ -20,7 +20,7 @@ from flax import nnx
 
 from psearch_jax.config import Config, with_method
 from psearch_jax.eval.benchmarks import file_name
-from psearch_jax.eval.parts import begin_parts, check_settings, read_field, run_parts
+from psearch_jax.eval.parts import begin_parts, check_settings, read_field, read_settings, run_parts
 from psearch_jax.eval.scores import DIGITS, Score, from_row, score
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.rollouts import Progress
@@ -31,6 +31,7 @@ from psearch_jax.text.prompts import load_template
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError, digest
 
+PARTS, RESULTS = "parts", "results.json"
 FILLS = 8  # trajectories per part / slots; slots idle at the end of a part, so a part fills each several times
 
 
@@ -60,73 +61,70 @@ def evaluate(
     return processes.in_order(trajectories, samples)
 
 
-class Evaluation:
-    """Evaluates benchmarks into a directory, part by part.
+def evaluate_benchmarks(
+    out: str | Path,
+    benchmarks: Mapping[str, Sequence[Question]],
+    settings: Mapping[str, Any],
+    roll_out: Callable[..., Sequence[Trajectory]],
+    questions_per_part: int,
+) -> dict[str, list[Score]]:
+    """Evaluates benchmarks into a directory and returns their scores; resumes an evaluation that was interrupted.
 
-    The questions of all benchmarks form one queue, so no slot idles at the end of a small benchmark.
+    The questions of all benchmarks form one queue, so no slot idles at the end of a small benchmark. The first process
+    writes one file of rows per benchmark, and gets the scores.
+
+    Args:
+      benchmarks: questions by name.
+      settings: everything that determines the rows, JSON-serialisable.
+      roll_out: `evaluate` of a list of questions, with its `progress`.
+
+    Raises:
+      UserError: `out` contains an evaluation with other settings.
     """
+    out = locate(out)
+    settings = {**settings, "questions": {name: questions_digest(asked) for name, asked in benchmarks.items()}}
+    if processes.broadcast(lambda: begin_evaluation(out, settings)):
+        return read_scores(out)
 
-    def __init__(self, out: str | Path, benchmarks: Mapping[str, Sequence[Question]], settings: Mapping[str, Any]):
-        """Starts an evaluation in `out`, or resumes the one there.
+    def evaluate_part(tasks: Sequence[tuple[str, Question]], report: Progress) -> str:
+        trajectories = roll_out([question for _, question in tasks], progress=report)
+        samples = len(trajectories) // len(tasks)
+        return json_lines(evaluation_row(tasks[i // samples][0], t) for i, t in enumerate(trajectories))
 
-        Args:
-          benchmarks: questions by name.
-          settings: everything that determines the rows, JSON-serialisable.
+    tasks = [(name, question) for name in sorted(benchmarks) for question in benchmarks[name]]
+    files = run_parts(out / PARTS, tasks, questions_per_part, evaluate_part)
+    if not processes.first():
+        return {}
+    rows = [pair for file in files for pair in read_rows(file)]
+    scores = {}
+    for name in benchmarks:
+        group = [(row, s) for row, s in rows if row["benchmark"] == name]
+        write_atomically(out / f"{file_name(name)}.jsonl", json_lines(row for row, _ in group))
+        scores[name] = [s for _, s in group]
+    return scores
 
-        Raises:
-          UserError: `out` contains an evaluation with other settings.
-        """
-        self.out = locate(out)
-        self.benchmarks = tuple(benchmarks)
-        digests = {name: questions_digest(questions) for name, questions in benchmarks.items()}
-        self.settings = json.loads(json.dumps({**settings, "questions": digests}))
-        self._tasks = [(name, question) for name in sorted(benchmarks) for question in benchmarks[name]]
-        self._parts, results = self.out / "parts", self.out / "results.json"
 
-        def begin() -> bool:
-            if results.is_file():
-                saved = read_field(results, "settings")
-                if saved is None:
-                    raise UserError(f"{results}: not the results of an evaluation; accepted: another --out")
-                check_settings(self.out, saved, self.settings)
-                if not self._parts.is_dir():
-                    return True
-            begin_parts(self._parts, self.settings, self.out)
-            return False
+def begin_evaluation(out: Path, settings: Mapping[str, Any]) -> bool:
+    """Starts or resumes an evaluation; returns whether it is finished already. Call it in one process only."""
+    results = out / RESULTS
+    if results.is_file():
+        saved = read_field(results, "settings")
+        if saved is None:
+            raise UserError(f"{results}: not the results of an evaluation; accepted: another --out")
+        check_settings(out, saved, settings)
+        if not (out / PARTS).is_dir():
+            return True
+    begin_parts(out / PARTS, settings, out)
+    return False
 
-        self.finished = processes.broadcast(begin)
 
-    def run(self, roll_out: Callable[..., Sequence[Trajectory]], questions_per_part: int) -> dict[str, list[Score]]:
-        """Evaluates the parts that are missing and returns the scores of every benchmark. The first process writes.
-
-        Args:
-          roll_out: `evaluate` of a list of questions, with its `progress`.
-        """
-        if self.finished:
-            return read_scores(self.out)
-
-        def evaluate_part(tasks: Sequence[tuple[str, Question]], report: Progress) -> str:
-            trajectories = roll_out([question for _, question in tasks], progress=report)
-            samples = len(trajectories) // len(tasks)
-            return json_lines(evaluation_row(tasks[i // samples][0], t) for i, t in enumerate(trajectories))
-
-        files = run_parts(self._parts, self._tasks, questions_per_part, evaluate_part)
-        if not processes.first():
-            return {}
-        rows = [pair for file in files for pair in read_rows(file)]
-        scores = {}
-        for name in self.benchmarks:
-            group = [(row, s) for row, s in rows if row["benchmark"] == name]
-            write_atomically(self.out / f"{file_name(name)}.jsonl", json_lines(row for row, _ in group))
-            scores[name] = [s for _, s in group]
-        return scores
-
-    def finish(self, results: Mapping[str, Any], table: str) -> None:
-        """Writes results.json and results.md, and removes the parts."""
-        record = {"settings": self.settings, **results}
-        write_atomically(self.out / "results.md", table)
-        write_atomically(self.out / "results.json", json.dumps(record, indent=2) + "\n")
-        remove_tree(self._parts)
+def write_results(out: str | Path, results: Mapping[str, Any], table: str) -> None:
+    """Finishes an evaluation: writes results.json and results.md, and removes the parts."""
+    out = locate(out)
+    settings = read_settings(out / PARTS) or read_field(out / RESULTS, "settings")
+    write_atomically(out / "results.md", table)
+    write_atomically(out / RESULTS, json.dumps({"settings": settings, **results}, indent=2) + "\n")
+    remove_tree(out / PARTS)
 
 
 def read_scores(out: str | Path) -> dict[str, list[Score]]:
@@ -136,7 +134,7 @@ def read_scores(out: str | Path) -> dict[str, list[Score]]:
       UserError: `out` contains none, or a row cannot be read.
     """
     out = locate(out)
-    names = read_field(out / "results.json", "benchmarks")
+    names = read_field(out / RESULTS, "benchmarks")
     if not isinstance(names, dict):
         raise UserError(f"{out / 'results.json'}: no results found, accepted: the --out of a finished launch/eval.py")
     try:

@@ -17,6 +17,7 @@ from psearch_jax.runtime.paths import write_atomically
 from psearch_jax.types import UserError
 
 T = TypeVar("T")
+_SETTINGS = "settings.json"
 
 
 def begin_parts(folder: Path, settings: Any, out: Path) -> None:
@@ -29,10 +30,14 @@ def begin_parts(folder: Path, settings: Any, out: Path) -> None:
     Raises:
       UserError: the folder has parts with other settings.
     """
-    file = folder / "settings.json"
-    check_settings(out, read_field(file, "settings"), settings)
+    check_settings(out, read_settings(folder), settings)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps({"settings": settings}) + "\n")
+    write_atomically(folder / _SETTINGS, json.dumps({"settings": settings}) + "\n")
+
+
+def read_settings(folder: Path) -> Any:
+    """The settings with which the parts in a folder were begun; None if there are none."""
+    return read_field(folder / _SETTINGS, "settings")
 
 
 def run_parts(

@@ -79,7 +79,7 @@ def sample(
     if not processes.first():
         return {}
     contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    totals = {name: sum(part["totals"][name] for part in contents) for name in contents[0]["totals"]}
+    totals: dict[str, float] = {n: sum(part["totals"][n] for part in contents) for n in contents[0]["totals"]}
     write_atomically(out, json_lines(row for part in contents for row in part["rows"]))
     remove_tree(parts)
     for name in ("sampled", "kept"):

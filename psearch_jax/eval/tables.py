@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from psearch_jax.eval.benchmarks import Published, published
+from psearch_jax.eval.benchmarks import Published, find_published
 from psearch_jax.eval.scores import LAST_TURN, Score, compare_paired, group_by_kind, group_by_source
 from psearch_jax.runtime.metrics import mean
 from psearch_jax.types import KINDS, UserError
@@ -83,11 +83,11 @@ def set_rows(title: str, name: str, policy: str, report: Mapping[str, Any]) -> l
     only = next(iter(kinds)) if len(kinds) == 1 else None
     everything = report["all"]
     rows = [] if only else [policy_row(title, "all", policy, everything), *chance_rows(title, "all", everything)]
-    if only is None or not published(name, only):
-        rows += published_rows(title, "all", published(name))
+    if only is None or not find_published(name, only):
+        rows += published_rows(title, "all", find_published(name))
     for kind, values in kinds.items():
         rows += [policy_row(title, kind, policy, values), *chance_rows(title, kind, values)]
-        rows += published_rows(title, kind, published(name, kind))
+        rows += published_rows(title, kind, find_published(name, kind))
     return rows
 
 

@@ -24,7 +24,7 @@ def write(path, questions):
 def test_what_is_held_out_depends_on_the_question_alone():
     """A question's source and id decide, not the other questions or their order; larger shares hold out more."""
     train, held = hold_out(QUESTIONS, 0.1)
-    assert 70 <= len(held) <= 130 and sorted(q.id for q in train + held) == sorted(q.id for q in QUESTIONS)
+    assert 70 <= len(held) <= 130 and sorted(q.id for q in [*train, *held]) == sorted(q.id for q in QUESTIONS)
     shuffled = random.Random(0).sample(QUESTIONS, 700)
     assert {q.id for q in hold_out(shuffled, 0.1)[1]} == {q.id for q in held} & {q.id for q in shuffled}
     assert {q.id for q in held} < {q.id for q in hold_out(QUESTIONS, 0.2)[1]}
@@ -54,11 +54,11 @@ def test_a_prepared_set_is_split_without_being_kept(tmp_path):
     train, held = hold_out(prepared, 0.2)
     assert not isinstance(train, list) and len(train) + len(held) == 200
     assert {q.id for q in held} == {q.id for q in hold_out(QUESTIONS[:200], 0.2)[1]}
-    loader = QuestionLoader(train, 10, seed=0, epochs=1, fingerprint=train.fingerprint)
+    loader = QuestionLoader(train, 10, seed=0, epochs=1)
     seen = {q.id for batch in loader for q in batch}
     assert len(seen) == len(train) // 10 * 10 and not seen & {q.id for q in held}
     with pytest.raises(UserError, match="other questions"):
-        QuestionLoader(prepared, 10, seed=0, fingerprint=prepared.fingerprint).restore(loader.state())
+        QuestionLoader(prepared, 10, seed=0).restore(loader.state())
 
 
 def test_what_a_run_trains_on_and_validates_with(tmp_path, caplog):

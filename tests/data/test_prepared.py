@@ -46,16 +46,16 @@ def test_position_in_a_prepared_set(tmp_path):
     """A position in a prepared set is the same as in its file, and is refused in another set."""
     files = [write(tmp_path / f"{name}.jsonl", 20) for name in "ab"]
     first, second = (prepare([(name, file)], tmp_path / name) for name, file in zip("xy", files, strict=True))
-    loader = QuestionLoader(first, 4, 0, fingerprint=first.fingerprint)
+    loader = QuestionLoader(first, 4, 0)
     next(loader)
     state = json.loads(json.dumps(loader.state()))
     rest = [next(loader) for _ in range(6)]
     for questions in (PreparedQuestions(tmp_path / "x"), read_questions(files[0], "x")):
-        again = QuestionLoader(questions, 4, 0, fingerprint=getattr(questions, "fingerprint", None))
+        again = QuestionLoader(questions, 4, 0)
         again.restore(state)
         assert [next(again) for _ in range(6)] == rest
     with pytest.raises(UserError, match="other questions"):
-        QuestionLoader(second, 4, 0, fingerprint=second.fingerprint).restore(state)
+        QuestionLoader(second, 4, 0).restore(state)
 
 
 def test_a_refused_set_leaves_nothing_behind(tmp_path):

@@ -11,8 +11,7 @@ from programs import completed
 
 from psearch_jax.data.scripted_transcripts import Alternation, TranscriptWriter, first_thought
 from psearch_jax.data.sources import read_questions
-from psearch_jax.data.triples import Triple, is_stated, rounds_of
-from psearch_jax.text.answers import normalise
+from psearch_jax.data.triples import rounds_of
 from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS, parse_turn, render_observation
 from psearch_jax.types import KINDS, Question
 from retrieval.protocol import Passage
@@ -26,23 +25,16 @@ PASSAGES = [
     Passage("4", "Citizen Kane", "Citizen Kane is a 1941 film directed by Orson Welles."),
 ]
 BORN = {"Alfred Hitchcock": "13 August 1899", "Orson Welles": "6 May 1915"}
-ROWS = {
-    "comparison": (
-        "Who was born first, Alfred Hitchcock or Orson Welles?",
-        "Alfred Hitchcock",
-        [[name, "date of birth", date] for name, date in BORN.items()],
-    ),
+DATES = [[name, "date of birth", date] for name, date in BORN.items()]
+DIRECTORS = [["Vertigo", "director", "Alfred Hitchcock"], ["Citizen Kane", "director", "Orson Welles"]]
+ROWS = {  # type: question, answer, triples
+    "comparison": ("Who was born first, Alfred Hitchcock or Orson Welles?", "Alfred Hitchcock", DATES),
     "compositional": (
         "Where was the director of Citizen Kane born?",
         "Kenosha",
-        [["Citizen Kane", "director", "Orson Welles"], ["Orson Welles", "place of birth", "Kenosha"]],
+        [DIRECTORS[1], ["Orson Welles", "place of birth", "Kenosha"]],
     ),
-    "bridge_comparison": (
-        "Which film has the director who was born first, Vertigo or Citizen Kane?",
-        "Vertigo",
-        [["Vertigo", "director", "Alfred Hitchcock"], ["Citizen Kane", "director", "Orson Welles"]]
-        + [[name, "date of birth", date] for name, date in BORN.items()],
-    ),
+    "bridge_comparison": ("Which has the older director, Vertigo or Citizen Kane?", "Vertigo", DIRECTORS + DATES),
 }
 
 
@@ -132,27 +124,22 @@ def test_the_first_thought_reveals_nothing(questions, search):
         assert len({turns[0].text.split("</think>")[0] for turns in both(questions[kind], search).values()}) == 1
 
 
-def test_questions_whose_facts_are_not_retrieved_are_left_out(questions, search):
-    """No thought states what no passage says, and no transcript has more searches than a rollout."""
+def test_questions_whose_facts_are_not_shown_are_left_out(questions, search, tiny_tokenizer):
+    """No thought states what a rollout does not show, and no transcript has more searches than a rollout."""
     subset = RetrievalService.from_corpus(PASSAGES[:3])
-    example = questions["comparison"]
-    for splits in [(False,), (True,)]:
-        assert not write(example, splits, lambda q: subset.search(list(q), 2))
-        assert not write(Question("s", "1", "Who?", ("A",), "single"), splits, search)
-        assert not write(questions["bridge_comparison"], splits, search, search_turns=1)
-
-
-@pytest.mark.parametrize("kind", ROWS)
-def test_facts_that_the_observation_cuts_away_are_not_stated(questions, search, kind, tiny_tokenizer):
-    """A fact must be in the part of the passages that a rollout shows."""
 
     def observe(tokens):
         encode = tiny_tokenizer.encode_foreign
         return lambda q, r: tiny_tokenizer.decode(render_observation(q, r, encode, tokens))
 
     for splits in [(False,), (True,)]:
-        assert not write(questions[kind], splits, search, observe(MIN_OBSERVATION_TOKENS))
-    assert both(questions[kind], search, observe(2000)) == both(questions[kind], search)
+        assert not write(questions["comparison"], splits, lambda q: subset.search(list(q), 2))
+        assert not write(Question("s", "1", "Who?", ("A",), "single"), splits, search)
+        assert not write(questions["bridge_comparison"], splits, search, search_turns=1)
+        for question in questions.values():
+            assert not write(question, splits, search, observe(MIN_OBSERVATION_TOKENS))
+    for question in questions.values():
+        assert both(question, search, observe(2000)) == both(question, search)
 
 
 def test_searches_have_no_more_sub_queries_than_a_rollout(questions, search):
@@ -191,9 +178,3 @@ def test_the_program_writes_what_fine_tuning_reads(tmp_path):
     plain.write_text(json.dumps({"id": "1", "question": "Who?", "golden_answers": ["A"]}) + "\n")
     refused = completed([*program, f"--questions={plain}", f"--out={tmp_path / 'none.jsonl'}"])
     assert refused.returncode == 2 and "none of 1 questions has evidence triples" in refused.stderr
-
-
-@pytest.mark.parametrize(("text", "stated"), [("X is a town in Indiana.", False), ("X is a town in India.", True)])
-def test_a_fact_is_stated_in_complete_words(text, stated):
-    """`India` is not stated by `Indiana`."""
-    assert is_stated(Triple("X", "country", "India"), [normalise(text)]) is stated

@@ -8,8 +8,8 @@ import pytest
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.eval.benchmarks import (
     closed_world_benchmark,
+    find_published,
     load_benchmarks,
-    published,
     published_table,
 )
 from psearch_jax.types import KINDS, UserError
@@ -97,6 +97,6 @@ def test_published_figures():
     assert {key: len(value) for key, value in averages.items()} == dict.fromkeys(expected, 7)
     for key, average in expected.items():
         assert np.mean(averages[key]) == pytest.approx(average, abs=0.0011), key
-    assert published("HotpotQA", "parallel")[1].decomposition_ratio == 0.943
-    assert published("2Wiki") == published("2wikimultihopqa") != ()
-    assert published("hotpotqa100") == (), "a sample of a set is not the set"
+    assert find_published("HotpotQA", "parallel")[1].decomposition_ratio == 0.943
+    assert find_published("2Wiki") == find_published("2wikimultihopqa") != ()
+    assert find_published("hotpotqa100") == (), "a sample of a set is not the set"

@@ -80,9 +80,8 @@ def test_program_evaluates_a_run(evaluated):
     assert done.returncode == 0, done.stderr
     out = directory / "a"
     assert sorted(p.name for p in out.iterdir()) == ["nq.jsonl", "report.html", "results.json", "results.md"]
-    results = json.loads((out / "results.json").read_text())
     rows = [json.loads(line) for line in (out / "nq.jsonl").read_text().splitlines()]
-    assert results["benchmarks"]["nq"]["all"]["questions"] == 3
+    assert json.loads((out / "results.json").read_text())["benchmarks"]["nq"]["all"]["questions"] == 3
     assert [(r["id"], r["sample"]) for r in rows] == [(f"q{i}", s) for i in range(3) for s in range(2)]
     assert all(sum(turn["n_sampled"] for turn in row["actions"]) == row["tokens"] > 0 for row in rows)
     assert all(row["turns"] <= 2 and row["context"] <= 160 for row in rows), "the budgets are not those of the run"

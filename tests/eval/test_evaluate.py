@@ -20,11 +20,12 @@ from helpers import question as plain_question
 
 from psearch_jax.config import Lora, from_mapping
 from psearch_jax.eval.evaluate import (
-    Evaluation,
     evaluate,
+    evaluate_benchmarks,
     policy_settings,
     trajectory_row,
     weights_digest,
+    write_results,
 )
 from psearch_jax.eval.scores import group_by_kind, score, summarise
 from psearch_jax.models import lora
@@ -114,26 +115,26 @@ def test_parts_are_not_done_twice(tmp_path):
         progress(1, 2 * len(questions))
         return [replace(SPLIT, question=q, sample=s) for q in questions for s in range(2)]
 
+    out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        Evaluation(tmp_path / "out", sets, {"seed": 1}).run(roll_out, 3)
+        evaluate_benchmarks(out, sets, {"seed": 1}, roll_out, 3)
     with pytest.raises(UserError, match="holds results with seed 1, found 2"):
-        Evaluation(tmp_path / "out", sets, {"seed": 2})
+        evaluate_benchmarks(out, sets, {"seed": 2}, None, 3)
     with pytest.raises(UserError, match="questions.b '3 .*, found None"):
-        Evaluation(tmp_path / "out", {"a": all_questions[:4]}, {"seed": 1})
-    evaluation = Evaluation(tmp_path / "out", dict(reversed(sets.items())), {"seed": 1})
-    scores = evaluation.run(roll_out, 3)
+        evaluate_benchmarks(out, {"a": all_questions[:4]}, {"seed": 1}, None, 3)
+    scores = evaluate_benchmarks(out, dict(reversed(sets.items())), {"seed": 1}, roll_out, 3)
     assert seen == [["0", "1", "2"], ["3", "4", "5"], ["6"], ["6"]]
     assert {name: [(s.id, s.sample) for s in group] for name, group in scores.items()} == {
         "a": [(str(i), s) for i in range(4) for s in range(2)],
         "b": [(str(i), s) for i in range(4, 7) for s in range(2)],
     }
-    evaluation.finish({"benchmarks": {name: {} for name in sets}}, "table")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["a.jsonl", "b.jsonl", "results.json", "results.md"]
-    assert Evaluation(tmp_path / "out", sets, {"seed": 1}).run(None, 3) == scores
+    write_results(out, {"benchmarks": {name: {} for name in sets}}, "table")
+    assert sorted(p.name for p in out.iterdir()) == ["a.jsonl", "b.jsonl", "results.json", "results.md"]
+    assert evaluate_benchmarks(out, sets, {"seed": 1}, None, 3) == scores
     for line in ('{"benchmark": "a", "sou', "[1]", "{}"):
-        (tmp_path / "out" / "a.jsonl").write_text(line)
+        (out / "a.jsonl").write_text(line)
         with pytest.raises(UserError, match="a.jsonl: line 1: .*accepted: a row of an evaluation"):
-            Evaluation(tmp_path / "out", sets, {"seed": 1}).run(None, 3)
+            evaluate_benchmarks(out, sets, {"seed": 1}, None, 3)
 
 
 @pytest.mark.parametrize("content", ["{}", "nonsense", "[1]"])
@@ -141,56 +142,44 @@ def test_the_results_of_something_else_are_not_an_evaluation(tmp_path, content):
     """A directory with a foreign results.json is refused and left as it is."""
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(UserError, match="results.json: not the results of an evaluation"):
-        Evaluation(tmp_path, {"a": [Question("set", "1", "1?", ("x",), "single")]}, {"seed": 1})
+        evaluate_benchmarks(tmp_path, {"a": [SPLIT.question]}, {"seed": 1}, None, 3)
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_other_gold_facts_are_another_evaluation(tmp_path):
     """Questions with other metadata are another evaluation."""
-    asked = Question("set", "1", "1?", ("x",), "single", {"supporting_titles": ["A"]})
-    Evaluation(tmp_path / "out", {"a": [asked]}, {"seed": 1})
-    Evaluation(tmp_path / "out", {"a": [replace(asked)]}, {"seed": 1})
+    evaluate_benchmarks(tmp_path / "out", {"a": [SPLIT.question]}, {"seed": 1}, lambda asked, progress: [SPLIT], 3)
+    other = replace(SPLIT.question, metadata={"supporting_titles": ["B"]})
     with pytest.raises(UserError, match=r"questions\.a"):
-        Evaluation(tmp_path / "out", {"a": [replace(asked, metadata={"supporting_titles": ["B"]})]}, {"seed": 1})
+        evaluate_benchmarks(tmp_path / "out", {"a": [other]}, {"seed": 1}, None, 3)
 
 
-def test_settings_of_a_policy_name_contents(tiny_tokenizer, tmp_path):
-    """The settings name the contents of the prompt and of the ranking, not their names."""
-    params = random_params(tiny_config(tied=True))
-    prompt = tmp_path / "prompt.txt"
-    settings = []
-    for text, ranking in [("As asked: {question}", "r"), ("Briefly: {question}", "r"), ("As asked: {question}", "s")]:
-        prompt.write_text(text)
-        config = from_mapping({"data": {"template": str(prompt)}})
-        settings.append(
-            policy_settings(config, tiny_tokenizer, params, {"corpus": "c", "ranking_sha256": ranking, "rows": 3})
-        )
-    assert settings[0] != settings[1] and settings[0] != settings[2]
-    assert settings[0]["retrieval"]["corpus"] == "", "the config's field, not the name that a server gives"
-
-
-def test_settings_of_a_policy_name_what_changes_its_rollouts(tiny_tokenizer):
-    """Sub-queries, the tokenizer and the scale of adapters are part of the settings."""
-    shape = tiny_config()
+def test_settings_of_a_policy_name_what_changes_its_rollouts(tiny_tokenizer, tmp_path):
+    """The contents of the prompt, the ranking, sub-queries, the tokenizer and the scale of adapters are settings."""
+    shape, prompt = tiny_config(), tmp_path / "prompt.txt"
     params = lora.join_adapters(random_params(shape), lora.init_adapters(shape, Lora(2, 4.0), 0))
     other = copy.copy(tiny_tokenizer)
     other.identity = (*tiny_tokenizer.identity[:1], "[0]", tiny_tokenizer.identity[2])
-    changes = [{}, {"retrieval": {"max_sub_queries": 1}}, {"model": {"lora_alpha": 8.0}}, {"model": {"lora_rank": 2}}]
-    settings = [policy_settings(from_mapping(change), tiny_tokenizer, params, {}) for change in changes]
-    settings.append(policy_settings(from_mapping({}), other, params, {}))
-    assert settings[0] == settings[3] and len({json.dumps(setting, sort_keys=True) for setting in settings}) == 4
+
+    def settings(text="As asked: {question}", ranking="r", tokenizer=tiny_tokenizer, **changes):
+        prompt.write_text(text)
+        config = from_mapping({"data": {"template": str(prompt)}, **changes})
+        passages = {"corpus": "c", "ranking_sha256": ranking, "rows": 3}
+        return json.dumps(policy_settings(config, tokenizer, params, passages), sort_keys=True)
+
+    changes = [{"text": "Briefly: {question}"}, {"ranking": "s"}, {"tokenizer": other}]
+    changes += [{"retrieval": {"max_sub_queries": 1}}, {"model": {"lora_alpha": 8.0}}]
+    assert len({settings(), *(settings(**change) for change in changes)}) == 1 + len(changes)
+    assert settings(model={"lora_rank": 2}) == settings()  # which the weights tell
+    assert json.loads(settings())["retrieval"]["corpus"] == "", "the config's field, not the name that a server gives"
 
 
 def test_digest_of_weights(tiny_tokenizer):
     """The digest changes with any bit and with the order of values, not with how they are stored."""
     config = tiny_config(tiny_tokenizer.size + 6)
     params = random_params(config)
-    changed = jax.tree.map(lambda x: x, params)
-    leaves, tree = jax.tree.flatten(changed)
-    leaves[0] = leaves[0].at[(0,) * leaves[0].ndim].multiply(1 + 1e-6)
+    leaves, tree = jax.tree.flatten(params)
+    changed = [leaves[0].at[(0,) * leaves[0].ndim].multiply(1 + 1e-6), *leaves[1:]]
+    reordered = [x[::-1] for x in leaves]
     assert weights_digest(params) == weights_digest(random_params(config))
-    assert weights_digest(jax.tree.unflatten(tree, leaves)) != weights_digest(params)
-    leaves = [x[::-1] for x in jax.tree.leaves(params)]
-    assert weights_digest(jax.tree.unflatten(tree, leaves)) != weights_digest(params), (
-        "reordered values have the same digest"
-    )
+    assert len({weights_digest(jax.tree.unflatten(tree, x)) for x in (leaves, changed, reordered)}) == 3

@@ -16,7 +16,7 @@ import pytest
 from browsing import asked, focus, opened, press, text, wait
 from programs import completed
 
-from psearch_jax.eval.evaluate import Evaluation, trajectory_row
+from psearch_jax.eval.evaluate import evaluate_benchmarks, trajectory_row, write_results
 from psearch_jax.eval.scores import figures, score
 from psearch_jax.eval.tables import results
 from psearch_jax.report import page, rollouts
@@ -84,11 +84,15 @@ def write_evaluation(directory: Path, tokenizer, right: float) -> Path:
         name: [rollout(tokenizer, 10 * k + i, 0, bool(rng.random() < right), True) for i in range(9)]
         for k, name in enumerate(("nq", "popqa"))
     }
-    evaluation = Evaluation(directory, {n: [t.question for t in ts] for n, ts in by_name.items()}, {"method": "us"})
+    questions = {n: [t.question for t in ts] for n, ts in by_name.items()}
     by_question = {t.question.id: t for ts in by_name.values() for t in ts}
-    scores = evaluation.run(lambda asked, _: [by_question[q.id] for q in asked], 5, lambda *_: None)
+
+    def roll_out(asked, progress):
+        return [by_question[q.id] for q in asked]
+
+    scores = evaluate_benchmarks(directory, questions, {"method": "us"}, roll_out, 5)
     benchmarks = {name: figures(group) for name, group in scores.items()}
-    evaluation.finish({"model": "toy", "benchmarks": benchmarks}, results(benchmarks, "us") + "\n")
+    write_results(directory, {"model": "toy", "benchmarks": benchmarks}, results(benchmarks, "us") + "\n")
     return directory
 
 
