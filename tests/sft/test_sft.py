@@ -103,6 +103,7 @@ def test_the_loss_is_a_mean_and_bad_input_is_refused(policy, transcripts, tmp_pa
         config = config_for(policy)
         config = replace(config, learning=replace(config.learning, micro_batch_rows=micro_batch_rows))
         run = build_sft.supervised_run(config, str(transcripts))
+        assert run.initial_state is not None and isinstance(run.batches, learner.RowBatches)
         state = run.initial_state()
         _, pieces = run.batches[0]
         _, metrics = run.trainer.update_micro_batches(run.initial_state(), pieces)
@@ -111,6 +112,7 @@ def test_the_loss_is_a_mean_and_bad_input_is_refused(policy, transcripts, tmp_pa
         assert metrics["loss"] == pytest.approx(-by_row.sum() / batch.mask.sum(), rel=1e-5)
         losses.append(metrics["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert isinstance(run.batches, learner.RowBatches)
     batches = run.batches._batches  # an epoch has every row once
     first, second = ([i for step in steps for i in batches[step].tolist()] for steps in ((0, 1), (2, 3)))
     assert sorted(first) == sorted(second) == list(range(len(NAMES))) and first != second
