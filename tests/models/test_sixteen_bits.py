@@ -126,9 +126,8 @@ def test_adapters_sample_from_the_policy_they_train(tiny_tokenizer):
         cache = sampler.prefill(weights, prompts, np.full(rows, width, np.int32)).cache
         return as_array(cache.k, cache.v)[..., :width, :]
 
-    trained = jax.jit(
-        lambda params: nnx.merge(learner._graph, learner._frozen, params).hidden(prompts, keep_kv=True)[1]
-    )
+    frozen = learner._frozen  # made here, and not while the function is traced
+    trained = jax.jit(lambda params: nnx.merge(learner._graph, frozen, params).hidden(prompts, keep_kv=True)[1])
     first, gaps = (by_sampler(), as_array(*trained(state.params))), []
     np.testing.assert_array_equal(*first)
     for step in range(4):
