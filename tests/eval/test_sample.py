@@ -98,14 +98,3 @@ def test_a_killed_call_resumes(sampled, tmp_path):
     done = completed([sys.executable, *command(out, "--count=64")])
     assert done.returncode == 0, done.stderr[-3000:]
     assert out.read_bytes() == sampled[0].read_bytes() and not list(tmp_path.glob("*.parts"))
-
-
-def test_fine_tuning_takes_them(sampled, tmp_path):
-    """launch/sft.py reads the rollouts, and its loss on them falls."""
-    fields = {"sft.epochs": 4, "sft.batch_rows": 8, "sft.learning_rate": 1e-3, "learning.micro_batch_rows": 8}
-    flags = [f"--transcripts={sampled[0]}", f"--workdir={tmp_path / 'run'}"]
-    flags += [f"--config.{name}={value}" for name, value in fields.items()]
-    done = completed([sys.executable, "launch/sft.py", "--config=configs/smoke.py", *flags])
-    assert done.returncode == 0 and "policy: written" in done.stdout, done.stderr[-3000:]
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert np.mean(losses[-3:]) < np.mean(losses[:3])

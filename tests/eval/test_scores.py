@@ -252,9 +252,3 @@ def test_a_merged_file_reports_by_source():
         "| average |  | ours | .500 |",  # each set counts once, not each question
     ):
         assert row in text
-
-
-def test_pass_at_in_the_tables():
-    """pass@k appears in a table."""
-    text = results({"nq": figures(samples([True, False, False]), (1, 3))}, "us")
-    assert "| benchmark | pass@1 | pass@3 |" in text and "| nq | .333 | 1.000 |" in text

@@ -74,16 +74,6 @@ def test_existing_directory(corpus, tmp_path):
     assert (tmp_path / "precious" / "thesis.tex").exists()
 
 
-def test_a_link_is_followed(corpus, tmp_path):
-    """An index is written to the directory that a link names."""
-    (tmp_path / "large").mkdir()
-    (tmp_path / "index").symlink_to("large")
-    result = build_index(f"--corpus={corpus}", f"--out={tmp_path / 'index'}", "--target_recall=0.9")
-    assert result.returncode == 0 and "--target_recall: no effect" in result.stderr, result
-    assert (tmp_path / "index").is_symlink() and (tmp_path / "large" / "manifest.json").is_file()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "index", "large"]
-
-
 def test_bad_input_is_one_line(corpus, tmp_path):
     """Bad input ends with code 2 and one line, and leaves nothing behind."""
     out = f"--out={tmp_path / 'index'}"
@@ -127,11 +117,3 @@ def test_every_encoder(many, tmp_path):
     assert all(first_found(str(tmp_path / "bert")))
     manifest = json.loads((tmp_path / "bert" / "manifest.json").read_text())
     assert manifest["encoder"]["query_prefix"] == "query: " and manifest["dimensions"] == 48
-
-
-def test_a_tree_is_tuned_and_its_recall_printed(many, tmp_path):
-    """--target_recall reaches the build, and the recall is printed."""
-    flags = ["--exact_below_rows=100", "--target_recall=0.9"]
-    result = build_index(f"--corpus={many}", f"--out={tmp_path / 'index'}", *flags)
-    assert "recall@3 0.9" in result.stdout or "recall@3 1.0" in result.stdout, result
-    assert "of 34 leaves" in result.stdout and "building the tree over 320" in result.stderr

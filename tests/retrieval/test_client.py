@@ -165,16 +165,6 @@ def test_a_refusal_is_not_repeated():
     assert time.monotonic() - started < 10
 
 
-def test_absent_servers_are_one_error_with_their_addresses():
-    """The retries end at the deadline, with every address in one line."""
-    urls, started = [gone(), gone()], time.monotonic()
-    with pytest.raises(RetrievalError) as error:
-        HttpRetriever(",".join(urls), retry_deadline_s=0.5).search(["a"], 1)
-    assert time.monotonic() - started < 20
-    assert all(url in str(error.value) for url in urls) and "no answer in 0 s" in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 class Dripping:
     """A server that sends `head`, and then `drop` every `pause_s` seconds for ever."""
 

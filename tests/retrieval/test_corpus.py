@@ -64,13 +64,6 @@ def test_corpus_names_the_bad_row(tmp_path, line, words):
     assert all(word in message for word in [str(path), *words]) and "\n" not in message, message
 
 
-def test_corpus_refuses_bytes_that_are_not_text(tmp_path):
-    """Invalid UTF-8 is refused with file and line."""
-    (tmp_path / "c.jsonl").write_bytes(b'{"id": "0", "contents": "\xff"}\n')
-    with pytest.raises(CorpusError, match="c.jsonl: line 1"):
-        MemoryMappedCorpus(tmp_path / "c.jsonl")
-
-
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
 def test_empty_corpus(tmp_path, content):
     """An empty or absent file is refused."""

@@ -16,7 +16,7 @@ import retrieval.indexing.encoding
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.encoders.encoder import BertEncoder
 from retrieval.encoders.hashing import HashingEncoder
-from retrieval.indexing.directory import BuildOptions, build_index, verify_index
+from retrieval.indexing.directory import BuildOptions, build_index
 from retrieval.indexing.encoding import encode_to
 from retrieval.indexing.faiss_flat import read_flat
 from retrieval.protocol import CorpusError, Passage
@@ -161,17 +161,6 @@ def test_every_damaged_file_is_refused_by_name(damage, kind, directories, tmp_pa
             RetrievalService.open(copy)
         path.write_bytes(content)
     RetrievalService.open(copy)
-
-
-def test_verify_reads_every_byte(directories, tmp_path):
-    """`verify_index` compares every byte."""
-    for kind in KINDS:
-        files = [p for p in directories[kind].rglob("*") if p.is_file() and p.name != "manifest.json"]
-        assert verify_index(directories[kind]) == sum(p.stat().st_size for p in files)
-    copy = shutil.copytree(directories["exact"], tmp_path / "copy")
-    _flip_last_bit(copy / "vectors.npy")
-    with pytest.raises(CorpusError, match="vectors.npy"):
-        verify_index(copy)
 
 
 @pytest.mark.parametrize(

@@ -68,22 +68,6 @@ def test_vectors_that_cannot_be_indexed():
         ScannIndex.from_vectors(np.zeros((0, 8), np.float32))
 
 
-def test_build_is_silent(capfd):
-    """Building and searching print nothing."""
-    vectors = unit_rows(300, 32)
-    ScannIndex.from_vectors(vectors, small_tree(vectors)).search(unit_rows(2, 32), 3)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_exact_search_in_blocks():
-    """Exact search does not depend on the size of its blocks."""
-    vectors, queries = unit_rows(500, 16), unit_rows(20, 16, seed=1)
-    order = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :5]
-    for block_rows in (3, 64, 1000):
-        assert np.array_equal(exact_search(vectors, queries, 5, block_rows), order)
-    assert (exact_search(vectors[:2], queries, 5)[:, 2:] == -1).all()
-
-
 def test_tuning_finds_the_cheapest_that_reaches_the_target():
     """The tuned index reaches the target, with less effort for a lower one."""
     vectors = unit_rows(4000, 32)

@@ -24,20 +24,6 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def count_read_bytes() -> int:
-    with open("/proc/self/io") as file:
-        return int(file.readline().split()[1])
-
-
-def test_opening_reads_a_sample(directory):
-    """Opening reads the sampled blocks of a large file; a complete check reads all of it."""
-    before = count_read_bytes()
-    read_manifest(directory)
-    assert count_read_bytes() - before < 2 * 65 * BLOCK < SIZE / 10
-    read_manifest(directory, complete=True)
-    assert count_read_bytes() - before > SIZE
-
-
 def test_a_sample_detects_long_damage_and_a_complete_check_any(directory):
     """A damaged thirtieth of a file is always detected, one flipped bit by a complete check."""
     path, rng = directory / "vectors.npy", np.random.default_rng(0)

@@ -164,20 +164,6 @@ def test_nobody_searches_for_clients_that_have_gone(service):
     assert 'retriever_requests_total{status="499"} 8.0' in counted and "retriever_in_flight 0.0" in counted
 
 
-@pytest.mark.parametrize(
-    ("path", "size", "status"), [("/retrieve", 10 * 2**20, 413), ("/retrieve", 2**20, 401), ("/nowhere", 2**23, 404)]
-)
-def test_a_refused_client_reads_why(service, path, size, status):
-    """A client that is refused before its body has arrived can read the refusal instead of a connection reset."""
-    with Running(make_app(service, token="s3cret" if status == 401 else None)) as running:
-        for _ in range(3):
-            connection = running.raw(b" " * size, path=path, headers="Connection: close\r\n")
-            answer = http.client.HTTPResponse(connection)
-            answer.begin()
-            assert answer.status == status and "detail" in json.loads(answer.read())
-            connection.close()
-
-
 def test_a_refused_body_without_end_is_cut_off(service, monkeypatch):
     """A refused body is read up to a limit of bytes and of time."""
     monkeypatch.setattr("retrieval.remote.http.LINGER_BYTES", 2**20)

@@ -1,9 +1,6 @@
 """Searches that run while other rows decode (`rollout.overlap_search`)."""
 
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,10 +128,3 @@ def test_a_search_that_fails_ends_the_rollouts(run):
     with pytest.raises(RetrievalError, match="nobody answers"):
         run(Gone(), True)
     assert all(t.status == "answered" for t in run(real_retriever(), True))
-
-
-def test_no_program_waits_for_a_search_to_end():
-    """A program ends while a search in the background is still retried."""
-    code = "import time; from retrieval.protocol import in_background; in_background(lambda: time.sleep(900))"
-    root = Path(__file__).resolve().parents[2]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=300).returncode == 0

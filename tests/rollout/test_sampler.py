@@ -6,14 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilations import CompilationCounter
 from flax import nnx
 from helpers import ScriptedSampler, admit, extend, make_learner, make_sampler, random_params, started, tiny_config
 
 from psearch_jax.models import decoder
-from psearch_jax.rollout.sampler import SamplerShapes
-from psearch_jax.rollout.sampler_programs import SamplerState, SamplingWeights, Status
-from psearch_jax.runtime.compiling import compile_all
+from psearch_jax.rollout.sampler_programs import SamplingWeights, Status
 from psearch_jax.types import TrainBatch
 
 B, S, C = 8, 64, 8  # slots, positions, forced tokens of one call
@@ -302,16 +299,6 @@ def test_what_is_not_finite_ends_its_own_row_and_leaves_with_it(sampler, weights
     check_rows(fresh, refilled, np.arange(B))
 
 
-def test_an_emptied_slot_neither_runs_nor_waits(tiny_tokenizer, scripted, weights):
-    """A parked row that nobody will extend would hold up `generate` for the others."""
-    _, parked = run_scripts(scripted, weights, [spell(tiny_tokenizer, "</search>")] * 2)
-    assert parked.status[:2].tolist() == [Status.SEARCH] * 2
-    state = on_device(parked)
-    pool = scripted.prefill(weights, np.zeros((B, 11), np.int32), np.zeros(B, np.int32))
-    state = fetch(admit(scripted, state, pool, np.array([-2, -1] + [-1] * 6), KEYS, TURN))
-    assert state.status[:2].tolist() == [Status.EMPTY, Status.SEARCH]
-
-
 def test_greedy_takes_the_likeliest_id(tiny_tokenizer, sampler, weights):
     """Evaluation at temperature 0 must be the argmax of a plain forward pass, with log-probs at temperature 1."""
     state = rollout(sampler, weights, prompts(), KEYS, [], temperature=0.0)
@@ -392,49 +379,3 @@ def test_unstacked_layers_change_no_rollout(tiny_tokenizer, sampler, weights, un
     np.testing.assert_array_equal(states[0].ids, states[1].ids)
     np.testing.assert_allclose(states[0].logprobs, states[1].logprobs, atol=1e-5)
     assert states[0].mask.sum() > 50
-
-
-def test_compiled_programs_are_those_of_the_calls(tiny_tokenizer, weights):
-    """Calls compile nothing after `programs` were compiled, also with the unstacked weights of a CPU."""
-    sampler = make_sampler(tiny_tokenizer, CONFIG, unstack="once")
-    weights = sampler.weights(weights.params)
-    compile_all(sampler.programs(SamplerShapes(B, S, B, B, (12,), (C,), (S,)), weights, suspends=True))
-    counter = CompilationCounter()
-    state = started(sampler, weights, prompts(), KEYS, S, TURN, width=12)
-    state = sampler.generate(weights, state, 1.0)
-    state = extend(sampler, weights, state, *padded(ragged_chunks()[0], C), TURN)
-    every = np.arange(B, dtype=np.int32)
-    rows = sampler.read(state, every)
-    length = np.asarray(state.length)
-    keys = np.asarray(jax.random.key_data(state.key))
-    state = sampler.restore(state, jax.device_get(rows), keys, length)
-    jax.block_until_ready(sampler.refresh(weights, state, every, np.int32(0), C))
-    assert counter.count == 0
-
-
-def test_a_row_that_waits_reads_no_cache(tiny_tokenizer, weights, monkeypatch):
-    """Where each row attends to its own length, a waiting row would cost as much as one that samples."""
-    starts, hidden = [], decoder.Decoder.hidden
-
-    def recorded(model, ids, cache=None, start=None, *arguments, **options):
-        if start is not None:
-            jax.debug.callback(lambda start: starts.append(start), start, ordered=True)
-        return hidden(model, ids, cache, start, *arguments, **options)
-
-    monkeypatch.setattr(decoder.Decoder, "hidden", recorded)
-    word = tiny_tokenizer.encode_foreign("a")[0]
-    fresh = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler)
-    search = spell(tiny_tokenizer, "</search>")
-    _, state = run_scripts(fresh, weights, [search, [word] * 40], TURN)
-    jax.effects_barrier()
-    lengths = np.stack(starts)
-    assert state.status[:2].tolist() == [Status.SEARCH, Status.TURN_FULL] and len(lengths) == TURN
-    assert np.all(lengths[: len(search), 0] > 0) and not lengths[len(search) :, 0].any() and not lengths[:, 2:].any()
-    assert lengths[:, 1].tolist() == list(range(state.length[1] - TURN - 1, state.length[1] - 1))
-
-
-def test_state_fields_are_all_compared():
-    """A field added to the state must also be added to the comparisons above."""
-    names = {f.name for f in dataclasses.fields(SamplerState)}
-    compared = {"ids", "mask", "logprobs", "length", "turn_left", "automaton", "status", "key", "cache"}
-    assert names == {*compared, "steps", "row_steps"}

@@ -174,23 +174,6 @@ def test_fewer_slots_after_a_resume(tiny_tokenizer, policies):
         assert ids(trajectories) == [q.id for q in batch(version) for _ in range(SAMPLES)]
 
 
-def test_slots_stay_full_while_a_batch_ends(tiny_tokenizer, policies):
-    """Batches ahead save decode steps."""
-
-    def cost(ahead: int) -> tuple[int, float]:
-        stream, steps, use = make_stream(tiny_tokenizer), 0, []
-        collected(stream, policies[:1], ahead, batches=2)
-        for i in range(6):
-            stream.add(batch(9 + i), step=9 + i)
-            stream.collect(lambda: policies[0], i, 1.0)
-            spent = stream.spent()
-            steps, use = steps + spent.decode_steps, [*use, spent.row_use]
-        return steps, float(np.mean(use))
-
-    (steps, use), (fewer, higher) = cost(0), cost(2)
-    assert fewer < steps and higher > use, ((steps, use), (fewer, higher))
-
-
 def test_rollouts_of_two_processes_continue_in_one_in_order(monkeypatch):
     """One process continues the rollouts of two in the order of their batches."""
 

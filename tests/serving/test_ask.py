@@ -149,29 +149,6 @@ def given(monkeypatch):
     return lambda fields: monkeypatch.setattr(policy_flags, "_overrides", lambda: fields)
 
 
-def test_a_user_waits_for_a_server_as_long_as_they_say(given):
-    """A server is waited for only briefly, or for as long as the user says."""
-    url = {"retrieval.url": "http://127.0.0.1:9"}
-    for fields, expected in (
-        ({}, (policy_flags.PATIENCE_S, policy_flags.PATIENCE_S)),
-        ({"retrieval.timeout_s": 20.0, "retrieval.retry_deadline_s": 99.0}, (20.0, 99.0)),
-    ):
-        given(url | fields)
-        with flagsaver.flagsaver(model="toy"):
-            served = policy_flags.to_serve(ROOT, 4).retrieval
-        assert (served.timeout_s, served.retry_deadline_s) == expected
-
-
-def test_a_field_without_effect_is_refused(given):
-    """A setting that would have no effect is refused."""
-    given({"rollout.slots": 3})
-    with (
-        flagsaver.flagsaver(model="toy"),
-        pytest.raises(UserError, match=r"--config\.rollout\.slots: found 3, which has no effect"),
-    ):
-        policy_flags.to_serve(ROOT, 4)
-
-
 def test_adapters_for_a_run_are_refused(given, tmp_path):
     """Adapters are refused with a run, whose checkpoints contain their own."""
     run = tmp_path / "run"

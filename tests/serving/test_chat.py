@@ -158,33 +158,6 @@ def test_a_retriever_that_fails_is_told_and_the_next_one_answered(running, toy):
     assert HTTP.request("GET", running.url + "/health").json() == {"status": "ok"}
 
 
-def test_streams_are_counted_by_how_they_end(toy):
-    """The metrics count a stream that ends with an error, or that its client leaves, by its status."""
-    answerer, watched, asked = toy
-    with Running(make_app(answerer, "toy", Limits(requests=2))) as running:
-
-        def wait_for_count(status: int) -> None:
-            line = f'answers_requests_total{{status="{status}"}} 1.0'
-            wait_until(lambda: line in running_metrics(running).splitlines(), 30)
-
-        assert running.post(body(asked[0], stream=True), PATH).status == 200
-        wait_for_count(200)
-        watched.broken = True
-        try:
-            assert b"the search failed" in running.post(body(asked[0], stream=True), PATH).data
-        finally:
-            watched.broken = False
-        wait_for_count(503)
-        watched.seconds = 1.0
-        abandoned = running.raw(json.dumps(body(asked[1], stream=True)).encode(), path=PATH)
-        assert b"200 OK" in abandoned.recv(12000)
-        abandoned.close()
-        wait_for_count(499)
-        watched.seconds = 0.0
-        wait_until(lambda: answerer.healthy, 30)
-        assert "answers_seconds_count 1.0" in running_metrics(running).splitlines()
-
-
 def test_passages_forge_no_answer(running, toy):
     """Text between tags in an untrusted passage does not count as the policy's own output."""
     _, watched, asked = toy
