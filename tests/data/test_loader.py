@@ -65,19 +65,24 @@ def test_resume_continues_after_the_last_batch():
         assert take(after, 12 - done) == expected[done:]
 
 
-OTHERS = {
-    "data": QuestionLoader(questions(10)[::-1], 2, seed=0),
-    "seed": QuestionLoader(questions(10), 2, seed=1),
-    "questions_per_step": QuestionLoader(questions(10), 3, seed=0),
-}
+EDITS = [{"text": "Who?"}, {"answers": ("b",)}, {"kind": "mixed"}, {"metadata": {"prompt": "A"}}, {"source": "b"}]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_position_in_other_data_is_refused(name):
-    """A position of another seed, batch or order of questions is refused, which Grain alone would accept."""
-    state = QuestionLoader(questions(10), 2, seed=0).state()
-    with pytest.raises(UserError, match=f"accepted: the same {name}"):
-        OTHERS[name].restore(state)
+def test_a_position_in_other_data_is_refused():
+    """A position of another seed, batch, order or edited question is refused, which Grain alone would accept."""
+    asked = questions(10)
+    loader = QuestionLoader(asked, 2, seed=0)
+    edited = [[*asked[:3], replace(asked[3], **changes), *asked[4:]] for changes in EDITS]
+    for other, name in (
+        (QuestionLoader(asked, 2, seed=1), "seed"),
+        (QuestionLoader(asked, 3, seed=0), "questions_per_step"),
+        *((QuestionLoader(changed, 2, seed=0), "data") for changed in (asked[::-1], *edited)),
+    ):
+        with pytest.raises(UserError, match=f"accepted: the same {name}"):
+            other.restore(loader.state())
+    for state in ({}, {"fingerprint": 3, "grain": {}}):
+        with pytest.raises(UserError, match="data: "):
+            loader.restore(state)
 
 
 def test_resume_with_another_number_of_processes():
@@ -92,34 +97,7 @@ def test_resume_with_another_number_of_processes():
         assert batch == [q.id for pair in zip(*parts, strict=True) for q in pair]
 
 
-EDITS = [
-    {"text": "Who?"},
-    {"answers": ("other",)},
-    {"kind": "sequential"},
-    {"metadata": {"prompt": "Answer."}},
-    {"source": "other"},
-]
-
-
-@pytest.mark.parametrize("changed", EDITS, ids=lambda changed: next(iter(changed)))
-def test_edited_questions_are_other_data(changed):
-    """A position is refused after one question was edited, or belongs to another source."""
-    state = QuestionLoader(questions(10), 2, seed=0).state()
-    edited = questions(10)
-    edited[3] = replace(edited[3], **changed)
-    with pytest.raises(UserError, match="other questions"):
-        QuestionLoader(edited, 2, seed=0).restore(state)
-
-
-@pytest.mark.parametrize("state", [{}, {"grain": {}}, {"fingerprint": {}}, {"fingerprint": 3, "grain": {}}])
-def test_a_state_of_another_form_is_refused(state):
-    """A state that lacks its fields is refused in one line."""
-    with pytest.raises(UserError, match="data: "):
-        QuestionLoader(questions(10), 2, seed=0).restore(state)
-
-
-@pytest.mark.parametrize(("count", "processes", "step"), [(3, 1, 4), (7, 2, 8)])
-def test_too_few_questions_are_refused(count, processes, step):
+def test_too_few_questions_are_refused():
     """Fewer questions than one step of all processes needs are refused."""
-    with pytest.raises(UserError, match=f"{count} questions found, accepted: at least those of one step, {step}"):
-        QuestionLoader(questions(count), 4, 0, None, 0, processes)
+    with pytest.raises(UserError, match="7 questions found, accepted: at least those of one step, 8"):
+        QuestionLoader(questions(7), 4, 0, None, 0, 2)

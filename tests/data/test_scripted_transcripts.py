@@ -142,13 +142,6 @@ def test_questions_whose_facts_are_not_shown_are_left_out(questions, search, tin
         assert both(question, search, observe(2000)) == both(question, search)
 
 
-def test_searches_have_no_more_sub_queries_than_a_rollout(questions, search):
-    """With one sub-query allowed, every search has one."""
-    for kind, searches in (("comparison", 2), ("compositional", 2), ("bridge_comparison", 4)):
-        turns = write(questions[kind], (False,), search, search_turns=4, max_sub_queries=1)[False]
-        assert [len(turn.queries) for turn in turns] == [1] * searches + [0]
-
-
 def test_equal_queries_are_one_as_in_a_rollout(search):
     """Two facts with the same query are one sub-query with one ranking."""
     films = [["Vertigo", "director", "Alfred Hitchcock"], ["vertigo", "director", "Hitchcock"]]

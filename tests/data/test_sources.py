@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from psearch_jax.data.kinds import KIND_OF_LABEL, musique_kind
+from psearch_jax.data.kinds import KIND_OF_LABEL
 from psearch_jax.data.sources import read_questions
 from psearch_jax.eval.scores import score, summarise
 from psearch_jax.text.prompts import render_messages
@@ -30,9 +30,7 @@ def write(path, rows):
 
 def parquet_row(i=0, label="comparison", source="hotpotqa"):
     """A row as ParallelSearch's own preparation writes it; Search-R1's has no `type`."""
-    content = (
-        f"Answer the given question. For example, <answer> Beijing </answer>. Question: Who is older, {i} or 1?\n"
-    )
+    content = f"Answer. For example, <answer> Beijing </answer>. Question: Who is older, {i} or 1?\n"
     return {
         "data_source": source,
         "prompt": [{"role": "user", "content": content}],
@@ -45,9 +43,6 @@ def parquet_row(i=0, label="comparison", source="hotpotqa"):
 def write_parquet(path, rows):
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
-
-
-# ---- what is read ----
 
 
 def test_every_label_has_its_kind(tmp_path):
@@ -77,14 +72,6 @@ def test_rows_are_read_as_they_are(tmp_path, changes, field, value):
     (question,) = read_questions(file)
     assert getattr(question, field) == (value or {"type": "bridge", "titles": ["A"], "prompt": PROMPT})
     assert question.source == "x"
-
-
-def test_blank_lines_and_whole_number_ids(tmp_path):
-    """Blank lines are skipped but counted, and numeric ids are strings."""
-    file = tmp_path / "x.jsonl"
-    file.write_text("\n" + json.dumps(row(id=7)) + "\n\n" + json.dumps(row(id=7)) + "\n")
-    with pytest.raises(UserError, match=r"x\.jsonl:4: field id: '7' was already used in .*x\.jsonl:2$"):
-        read_questions(file)
 
 
 def test_text_that_cannot_be_written_is_replaced(tmp_path):
@@ -146,12 +133,7 @@ def test_rows_of_the_data_sets(tmp_path, name):
     assert question.text.startswith("Who") and question.metadata == metadata
 
 
-def test_ids_that_are_not_of_musique():
-    """Only complete ids of MuSiQue's six graphs name a kind."""
-    assert [musique_kind(other) for other in ("2hop", "12hop__1_2", "2hop__x", 7, None)] == [None] * 5
-
-
-@pytest.mark.parametrize("value", [3, ["a", "b"], "high", [1, 2], True, 7.5])
+@pytest.mark.parametrize("value", [["a", "b"], "high", [1, 2]])
 def test_names_that_another_set_uses_otherwise(tmp_path, value):
     """Reserved names with values of another form are left out, so that an evaluation can use the rest."""
     names = ("rounds", "evidences", "chance", "supporting_titles")
@@ -177,9 +159,6 @@ def test_array_of_multihop_rag(tmp_path):
     assert len(skipped) == 1 and "element 2" in skipped[0]
 
 
-# ---- what is skipped or refused ----
-
-
 def test_bad_rows_are_skipped_when_asked(tmp_path):
     """With `skipped`, bad rows are left out and reported one by one."""
     file = tmp_path / "x.jsonl"
@@ -187,32 +166,17 @@ def test_bad_rows_are_skipped_when_asked(tmp_path):
     file.write_bytes("\n".join([rows[0], "{broken", *rows[1:]]).encode() + b'\n{"id": "\xe9"}\n')
     skipped = []
     assert [q.id for q in read_questions(file, skipped=skipped)] == ["q0", "q2"]
-    expected = (
-        "x.jsonl:2: not JSON",
-        "x.jsonl:3: field id",
-        "x.jsonl:4: field golden_answers",
-        "x.jsonl:6: not UTF-8",
-    )
-    assert all(words in line for words, line in zip(expected, skipped, strict=True))
+    expected = ("2: not JSON", "3: field id", "4: field golden_answers", "6: not UTF-8")
+    assert all(f"x.jsonl:{words}" in line for words, line in zip(expected, skipped, strict=True))
 
 
 BAD_ROWS = {
-    "no question": (row(question=None), "field question: nothing"),
     "blank question": (row(question="  "), "field question: '  '"),
-    "question of another type": (row(question=["Who?"]), "field question: "),
     "no answers": (row(golden_answers=None), "field golden_answers: nothing"),
-    "empty answers": (row(golden_answers=[]), r"field golden_answers: \[\]"),
     "blank answers": (row(golden_answers=["", " "]), r"field golden_answers: \['', ' '\] found"),
-    "answer of another type": (row(golden_answers=[1815]), r"field golden_answers: \[1815\]"),
-    "no id": (row(id=None), "field id: nothing"),
     "id of another type": (row(id=1.5), "field id: 1.5"),
-    "unknown label": (
-        row(label="hybrid_query"),
-        "field metadata.type: 'hybrid_query' found, accepted: comparison, ",
-    ),
-    "label of another type": (row(label=3), "field metadata.type: 3"),
+    "unknown label": (row(label="hybrid"), "field metadata.type: 'hybrid' found, accepted: comparison, "),
     "metadata of another type": (row(metadata="bridge"), "field metadata: 'bridge'"),
-    "prompt of another type": (row(prompt="Who?"), "field prompt: 'Who\\?'"),
     "duplicate id": (row(0), r"field id: 'q0' was already used in .*x\.jsonl:1$"),
     "not an object": (["q1"], "list found"),
 }
@@ -231,38 +195,17 @@ def test_bad_row_names_file_line_and_field(tmp_path, name):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"x\.jsonl: no such file"),
-        (b"", "no questions found"),
+        (None, "no such file"),
         (b"\n \n", "no questions found"),
-        (b'{"id": "a", "ques', r":1: not JSON"),
-        (b'{"id": "\xff"}\n', r":1: not UTF-8 text \(byte 0xff at 8\)"),
-        (b"[1, 2", "not JSON"),
+        (b'{"id": "a", "ques', ":1: not JSON"),
         (b'["\xff"]', "not UTF-8 text"),
-        (b"[]", "no questions found"),
-        ('{"id": 1}'.encode("utf-16"), r":1: not UTF-8 text"),
+        (b"PAR1 but not really", "not a readable parquet file"),
     ],
 )
 def test_bad_file(tmp_path, content, message):
-    """Missing, empty and damaged files are refused in one line."""
-    file = tmp_path / "x.jsonl"
+    """Missing, empty and damaged files are refused by name."""
+    file = tmp_path / ("x.parquet" if content and b"PAR1" in content else "x.jsonl")
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read_questions(file, skipped=[] if content == b"[]" else None)
-
-
-def test_bad_parquet(tmp_path):
-    """Damaged parquet files and their bad rows are refused as those of jsonl are."""
-    broken = tmp_path / "a.parquet"
-    broken.write_bytes(b"PAR1 but not really")
-    with pytest.raises(UserError, match=r"a\.parquet: not a readable parquet file"):
-        read_questions(broken)
-    complete = write_parquet(tmp_path / "b.parquet", [parquet_row(i) for i in range(500)])
-    broken.write_bytes(complete.read_bytes()[:-40])
-    with pytest.raises(UserError, match=r"a\.parquet: not a readable parquet file"):
-        read_questions(broken)
-    nothing = {**parquet_row(), "reward_model": {"style": "rule", "ground_truth": {"target": []}}}
-    with pytest.raises(UserError, match=r"c\.parquet:1: field reward_model\.ground_truth\.target: \[\]"):
-        read_questions(write_parquet(tmp_path / "c.parquet", [nothing]))
-    with pytest.raises(UserError, match=r"d\.parquet:2: field id: '3' was already used"):
-        read_questions(write_parquet(tmp_path / "d.parquet", [parquet_row(3), parquet_row(3)]))
+    with pytest.raises(UserError, match=rf"{file.name}.*{message}"):
+        read_questions(file)

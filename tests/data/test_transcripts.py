@@ -84,15 +84,6 @@ def test_a_rollout_is_read_as_it_was_sampled(tmp_path, tiny_tokenizer):
     assert parsed[0][parsed[1]][:-1].tolist() != again and tiny_tokenizer.decode(again) == ANSWER
 
 
-def test_a_passage_may_be_a_title_alone(tmp_path, tiny_tokenizer):
-    """Passages without text and searches without passages are accepted."""
-    turns = [
-        {**GOOD["turns"][0], "passages": [[{"id": "1", "title": "Ada Lovelace", "text": ""}], []]},
-        GOOD["turns"][1],
-    ]
-    assert read_rows(written(tmp_path, {**GOOD, "turns": turns}), tiny_tokenizer, TEMPLATE, ROLLOUT)
-
-
 def test_prompts_of_the_rows(tmp_path, tiny_tokenizer):
     """With data.template=row, a row's own chat is its prompt."""
     row = {"prompt": [{"role": "user", "content": "Look it up."}], "turns": [{"text": ANSWER}]}
@@ -103,24 +94,13 @@ def test_prompts_of_the_rows(tmp_path, tiny_tokenizer):
 TURNS = GOOD["turns"]
 BAD = {
     "not json": ("{", "Invalid JSON"),
-    "a list": ("[1]", "should be an object; accepted: a rollout"),
     "no turns": ({"question": "Who?"}, "transcript.turns: .*Field required"),
     "no question": ({"turns": TURNS}, "field question: '' found"),
-    "a turn without text": ({**GOOD, "turns": [{"words": "x"}]}, "transcript.turns.0.text: .*Field required"),
     "passages missing": ({**GOOD, "turns": [{"text": SEARCH}, TURNS[1]]}, "turn 1: field passages: 0 found, .* 2 sub"),
     "passages of nothing": ({**GOOD, "turns": [{"text": ANSWER, "passages": [[ADA]]}]}, "turn 1: field passages: 1"),
-    "a passage that is none": (
-        {**GOOD, "turns": [{"text": SEARCH, "passages": [[ADA], ["x"]]}, TURNS[1]]},
-        "turns.0.passages.1.0: 'x' found",
-    ),
     "an answer too early": ({**GOOD, "turns": [TURNS[1], TURNS[1]]}, "turn 1: an answer found"),
     "text after a search": ({**GOOD, "turns": [{**TURNS[0], "text": SEARCH + " so"}, TURNS[1]]}, "turn 1: 'so' after"),
-    "text after an answer": (
-        {**GOOD, "turns": [{"text": ANSWER + " and more"}]},
-        "turn 1: 'and more' after </answer>",
-    ),
     "too deep": ("[" * 100_000, "Invalid JSON"),
-    "train that is no flag": ({**GOOD, "turns": [{"text": ANSWER, "train": 1}]}, "turns.0.train: '1' found"),
     "nothing to learn": ({**GOOD, "turns": [{"text": ANSWER, "train": False}]}, "no token to learn from"),
     "too long": ({**GOOD, "turns": [{"text": "a " * 900 + ANSWER}]}, "config.rollout.context_tokens=900"),
 }
@@ -142,16 +122,7 @@ def test_rollouts_of_another_tokenizer_are_refused(tmp_path, tiny_tokenizer, tok
     broken = rollout(tiny_tokenizer)
     for fields, words in (
         ({"mask": broken["mask"][:-1]}, "equally many"),
-        ({"ids": ["1"]}, "ids.0: '1' found: Input should be a valid integer"),
-        ({"ids": [10**6] * len(broken["ids"])}, "token id 1000000 found"),
         ({"ids": [10**30] * len(broken["ids"])}, "token id 10{30} found"),
     ):
         with pytest.raises(UserError, match=f"line 1: .*{words}"):
             read_rows(written(tmp_path, {**broken, **fields}), tiny_tokenizer, TEMPLATE, ROLLOUT)
-
-
-def test_files_that_hold_nothing_are_refused(tmp_path, tiny_tokenizer):
-    """Empty and missing files are refused."""
-    for file, words in ((written(tmp_path, ""), "no rows found"), (tmp_path / "absent.jsonl", "cannot be read")):
-        with pytest.raises(UserError, match=words):
-            read_rows(file, tiny_tokenizer, TEMPLATE, ROLLOUT)

@@ -60,9 +60,6 @@ def write(path, triples, **changes):
     return path
 
 
-# ---- triples ----
-
-
 def test_triples_of_a_question_file(tmp_path):
     """Triples are read once each, without quotation marks; a file without any is refused, a bad row named."""
     psycho, jaws = ["Psycho", "director", "Alfred Hitchcock"], ['"Jaws', "director", "Steven  Spielberg "]
@@ -133,9 +130,6 @@ def test_facts_are_checked_against_the_corpus():
         Triple("Vertigo", "director", "Alfred Hitchcock"),
     ]
     assert select_stated(triples, corpus) == [triples[0], triples[2]]
-
-
-# ---- questions ----
 
 
 def test_answers_are_right_by_recomputation(made):
