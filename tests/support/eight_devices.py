@@ -216,7 +216,7 @@ def main(sizes: str, out: str) -> None:
     data, fsdp, tensor = map(int, sizes.split(","))
     mesh = make_mesh(MeshSection(data, fsdp, tensor), jax.devices()[: data * fsdp * tensor])
     config = tiny_config(V, tied=False)
-    optimizer = make_optimizer(LEARNING, 3)
+    optimizer = make_optimizer(training_config(S, **LEARNING).learning, 3)
     state = init_state(random_params(config, seed=6), optimizer, mesh)
     normed = tiny_config(V, tied=False, **QWEN3)
     check_adapters(mesh, normed, optimizer)
