@@ -101,7 +101,7 @@ def one_process(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "mesh"),
-    [(4, MESH), (2, {"mesh.fsdp": 4, "mesh.rollout_tensor": 4})],
+    [pytest.param(4, MESH, marks=pytest.mark.weekly), (2, {"mesh.fsdp": 4, "mesh.rollout_tensor": 4})],
 )
 def test_one_and_several_processes_agree(one_process, tmp_path, count, mesh):
     """Rollouts, searches, metrics and parameters do not depend on the number of processes or the sampler's mesh."""
@@ -126,7 +126,7 @@ def test_one_and_several_processes_agree(one_process, tmp_path, count, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.weekly), 1])
 def test_a_dead_process_ends_the_others(tiny_policy, tmp_path, victim):
     """A killed process ends the others within a minute, and their checkpoint stays."""
     started = start_run(
