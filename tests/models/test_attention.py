@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
-from psearch_jax.config import PRESETS, MeshSection
+from psearch_jax.config import PRESETS
 from psearch_jax.models.attention import attend_causally, on_each_device
 from psearch_jax.models.attention.blocked import QUERY_BLOCK
 from psearch_jax.models.attention.cached import KEY_BLOCK, QUERY_CHUNK, Keys, attend_chunk, decode
@@ -18,7 +18,7 @@ from psearch_jax.models.attention.cudnn import SEGMENTS
 from psearch_jax.models.attention.splash import splash_attention, splash_block, splash_width
 from psearch_jax.models.backend import FEW_ROWS, choose_backend
 from psearch_jax.runtime import platforms
-from psearch_jax.sharding import AXES, make_mesh
+from psearch_jax.sharding import AXES
 
 
 def plain(q, k, v, old=None, start=None, segments=None):
@@ -219,32 +219,6 @@ def test_the_gpu_kernel():
         )
     )
     assert_near(ours, defined, 0.03)
-
-
-@pytest.mark.weekly
-def test_packed_rows_compile_for_gpus():
-    """cuDNN accepts lengths together with a causal mask and grouped heads, and the gradient needs no scatter."""
-    from psearch_jax.planning.targets import absent_gpus, has_gpu_compiler
-
-    if not has_gpu_compiler():
-        pytest.skip("the compiler for GPUs is not installed: pip install 'jax[cuda13]'")
-    mesh = make_mesh(MeshSection(), absent_gpus("h100", 1))
-    place = NamedSharding(mesh, PartitionSpec())
-
-    def of(shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-    def total(q, k, v, segments):
-        return jnp.sum(attend_causally(q, k, v, "cudnn", segments).astype(jnp.float32))
-
-    B, T, N, K, H = 2, 3072, 12, 2, 128
-    arguments = of((B, T, N, H)), of((B, K, T, H)), of((B, K, T, H)), of((B, T), jnp.int32)
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*arguments).compile()
-    text = compiled.as_text()
-    assert text.count('custom_call_target="__cudnn$fmha') == 2 and " scatter(" not in text
-    separate = SEGMENTS * B * T * (N + 2 * K) * H * 2  # queries, keys and values in rows of their own
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * separate
 
 
 def mesh_of(*described):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from helpers import collectives_in_loops, tiny_config
+from helpers import tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 
 from psearch_jax.config import Lora, MeshSection
@@ -16,60 +16,6 @@ from psearch_jax.models.backend import Backend
 from psearch_jax.models.lora import abstract_adapters
 from psearch_jax.planning.targets import tpu_target
 from psearch_jax.sharding import STORAGE, attach_shardings, make_mesh, param_shardings
-
-CHUNK = 8
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_vocabulary_loop_talks_once(tied):
-    """Head and hidden states are gathered once, not for every chunk of positions, and so is the head's gradient."""
-    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
-    mesh = make_mesh(MeshSection(2, 2, 2), tpu_target("v5e:2x4").devices)
-    config = tiny_config(8192, width=256, tied=tied)
-    dtype = jnp.bfloat16
-    graph = decoder.graphdef(config, dtype, backend=Backend(vocab_chunk=CHUNK))
-    _, abstract = decoder.abstract_params(config)
-    params = attach_shardings(abstract, param_shardings(abstract, STORAGE, mesh))
-    rows = ("data", "fsdp")
-    hidden = NamedSharding(mesh, PartitionSpec(rows, "tensor"))  # as after layers with a sharded residual
-    hidden = jax.ShapeDtypeStruct((8, 8 * CHUNK, config.width), dtype, sharding=hidden)
-    ids = jax.ShapeDtypeStruct(hidden.shape[:2], jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(rows)))
-
-    def loss(params, hidden, ids):
-        model = nnx.merge(graph, params)
-        return jnp.sum(model.logprobs(hidden, ids, 1.0, 8000)[0])
-
-    with jax.set_mesh(mesh):
-        for program in (loss, jax.grad(loss, argnums=(0, 1))):
-            text = jax.jit(program).trace(params, hidden, ids).lower().compile().as_text()
-            assert " while(" in text
-            # What remains are the softmax's sums over `tensor`: 4 bytes per position of a chunk.
-            every, sums = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute", 4 * CHUNK
-            assert not collectives_in_loops(text, 2 * sums, every)
-            # Nor does a device ever hold the full head, as between a collective over one axis and one over another.
-            full_head = rf"\[({config.width},{config.vocab_rows}|{config.vocab_rows},{config.width})\]\S* ({every})"
-            assert not re.search(full_head, text)
-
-
-@pytest.mark.weekly
-def test_which_remat_runs_the_kernel_again():
-    """With remat=dots the backward pass keeps the kernel's output; with full it runs the kernel again."""
-    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
-    mesh, config = make_mesh(MeshSection(1, 1, 1), tpu_target("v5e:2x2").devices[:1]), tiny_config()
-    abstract = decoder.abstract_params(config)[1]
-    params = attach_shardings(abstract, param_shardings(abstract, STORAGE, mesh))
-    ids = jax.ShapeDtypeStruct((2, 200), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-
-    def kernels(remat):
-        def loss(params, ids):
-            model = nnx.merge(decoder.graphdef(config, jnp.bfloat16, remat, Backend("splash")), params)
-            return jnp.sum(model.hidden(ids)[0].astype(jnp.float32))
-
-        with jax.set_mesh(mesh):
-            return jax.jit(jax.grad(loss)).lower(params, ids).compile().as_text().count('"tpu_custom_call"')
-
-    # Forward, and the gradients of queries and of keys and values.
-    assert [kernels(remat) for remat in ("none", "dots", "full")] == [3, 3, 4]
 
 
 def test_gradients_of_weights_are_summed_in_float32():

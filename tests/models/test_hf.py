@@ -149,31 +149,24 @@ def test_other_tensors_are_refused(copy, change, words):
     refused(copy, *words)
 
 
-@pytest.mark.parametrize("size", [0, 5, 300, -100], ids=["empty", "stub", "header-cut", "tail-cut"])
-def test_a_truncated_file_is_refused(copy, size):
-    """An incomplete download is one line that names the file."""
-    content = (copy / "model.safetensors").read_bytes()
-    (copy / "model.safetensors").write_bytes(content[:size])
-    refused(copy, "model.safetensors")
-
-
-def test_files_without_tensors_or_map_are_refused(copy):
-    """An empty weight file, and an index without its map or its files, are one line that names the file."""
-    save_file({}, copy / "model.safetensors")
+def test_incomplete_weights_are_refused(copy):
+    """A truncated or empty file, and an index without its map or its files, are one line that names the file."""
+    file, index = copy / "model.safetensors", copy / "model.safetensors.index.json"
+    content = file.read_bytes()
+    for size in (0, 5, 300, -100):
+        file.write_bytes(content[:size])
+        refused(copy, "model.safetensors")
+    save_file({}, file)
     refused(copy, "none of its 1 safetensors files", "missing")
-    index = copy / "model.safetensors.index.json"
-    for text, words in (
-        ("{}", ["weight_map"]),
-        ('{"weight_map": {"a": "absent.safetensors"}}', ["absent.safetensors", "not found"]),
-    ):
-        index.write_text(text)
-        refused(copy, *words)
+    index.write_text("{}")
+    refused(copy, "weight_map")
+    index.write_text('{"weight_map": {"a": "absent.safetensors"}}')
+    refused(copy, "absent.safetensors", "not found")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "no_family"}, ["model_type", "no_family", "qwen2", "qwen3"]),
         ({"model_type": "qwen3_moe"}, ["model_type", "qwen3_moe", "qwen2", "qwen3"]),
         ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias", "true", "false"]),
         ({"use_sliding_window": True}, ["use_sliding_window", "true", "false"]),
@@ -181,7 +174,6 @@ def test_files_without_tensors_or_map_are_refused(copy):
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, ["rope_parameters", "yarn"]),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn"]),
-        ({"rope_scaling": "yarn"}, ["rope_scaling", "an object"]),
         ({"hidden_size": None}, ["hidden_size"]),
         ({"num_attention_heads": "many"}, ["num_attention_heads", "many"]),
         ({"num_key_value_heads": 3}, ["heads=4", "kv_heads=3"]),

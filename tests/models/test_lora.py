@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import QWEN3, random_params, tiny_config
-from jax.sharding import AbstractMesh, AxisType
 from runs import command, final_params, run, small_config
 
 from psearch_jax.assembly import build
 from psearch_jax.config import Lora
 from psearch_jax.models import decoder, hf, lora
 from psearch_jax.models.backend import Backend
-from psearch_jax.sharding import AXES, STORAGE, param_shardings
 from psearch_jax.train.checkpointing import checkpoint
 from psearch_jax.train.trainer import train_step
 from psearch_jax.types import RewardParts, UserError
@@ -99,22 +97,6 @@ def test_layers_apart_keep_their_adapters(pair):
         ours, ours_kept = model.hidden(ids, keep_kv=True, unstacked=model.unstack())
         for x, y in zip((ours, *ours_kept), (wanted, *kept), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
-
-
-def test_fresh_adapters_change_nothing():
-    """The product of fresh adapters is 0."""
-    base = random_params(CONFIG)
-    same = merged(base, lora.init_adapters(CONFIG, ADAPTERS, 0))
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), base, same)))
-
-
-def test_adapters_lie_where_their_kernels_lie():
-    """Adapters are split over the mesh axes of their kernels."""
-    mesh = AbstractMesh((1, 4, 2), AXES, axis_types=(AxisType.Auto,) * 3)
-    places = param_shardings(lora.abstract_adapters(CONFIG, ADAPTERS), STORAGE, mesh)
-    specs = {path[-1]: tuple(v.get_value().spec) for path, v in nnx.to_flat_state(places)}
-    assert specs["q_kernel_a"][:2] == (None, "fsdp") and specs["q_kernel_b"][2] == "tensor"
-    assert specs["down_kernel_a"][1] == "tensor" and specs["down_kernel_b"][2] == "fsdp"
 
 
 def fields(**changes) -> dict:

@@ -39,18 +39,6 @@ def logits(params, adapter=ADAPTER):
     return np.asarray(model.logits(model.hidden(IDS)[0], 1.0, CONFIG.vocab_rows))
 
 
-def test_what_is_written_is_read_again(adapters, tmp_path):
-    """Loading is the inverse of saving; an existing directory is not written to."""
-    peft.save_adapters(adapters, CONFIG, ADAPTER, "base", tmp_path / "a")
-    assert peft.read_shape(tmp_path / "a") == ADAPTER
-    for ours, theirs in zip(
-        *map(jax.tree.leaves, (adapters, peft.load_adapters(tmp_path / "a", CONFIG))), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
-    with pytest.raises(UserError, match="exists already"):
-        peft.save_adapters(adapters, CONFIG, ADAPTER, "base", tmp_path / "a")
-
-
 def test_peft_computes_the_same_with_them(adapters, tiny_tokenizer, tmp_path):
     """PEFT computes the same with our adapters, and we load what PEFT saves."""
     pytest.importorskip("torch", reason="torch is not installed")
@@ -146,11 +134,3 @@ def test_training_continues_adapters_and_evaluation_takes_them(tiny_policy, tmp_
         [sys.executable, *command(tmp_path / "x", tiny_policy, 1, **{"model.adapters": "/absent"})[1:]]
     )
     assert missing.returncode == 2 and "/absent" in missing.stderr and "Traceback" not in missing.stderr
-
-
-def test_a_run_without_adapters_exports_none(tiny_policy, tmp_path):
-    """A run without adapters has none to export."""
-    run(command(tmp_path / "full", tiny_policy, 1))
-    asked = ["launch/export_hf.py", "--adapters_only", f"--checkpoint={tmp_path / 'full'}", f"--out={tmp_path / 'a'}"]
-    refused = completed([sys.executable, *asked])
-    assert refused.returncode == 2 and "no adapters" in refused.stderr and not (tmp_path / "a").exists()

@@ -4,11 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from helpers import random_params, tiny_config
 
-from psearch_jax.models import decoder
-from psearch_jax.models.backend import Backend
 from psearch_jax.models.products import dense, product
 from psearch_jax.runtime import platforms
 
@@ -54,24 +50,6 @@ def test_the_gradient_of_a_master_weight_is_not_rounded():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_dots_stores_every_product(dtype):
-    """With remat=dots the backward pass runs no product of the forward pass again; remat=full does."""
-    x, w, _ = operands(jnp.float32)
-    w, x = w @ w.T, x.astype(dtype)
-
-    def loss(x, w):
-        for _ in range(2):
-            x = jax.nn.silu(product(x, w, jnp.bfloat16))
-        return x.astype(jnp.float32).sum()
-
-    def count(function):
-        return str(jax.make_jaxpr(jax.grad(function, argnums=(0, 1)))(x, w)).count("dot_general")
-
-    stored, anew = (jax.checkpoint(loss, policy=decoder._stored(remat)) for remat in ("dots", "full"))
-    assert count(stored) == count(loss) < count(anew)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_product_with_the_kernel_on_the_left_is_the_product(dtype):
     """And XLA compiles it with the kernel on the left: it does not swap the operands back."""
     x, w, _ = operands(jnp.float32)
@@ -91,21 +69,6 @@ def test_instructions_are_read_off_the_processor(tmp_path):
         assert platforms.cpu_multiplies(jnp.bfloat16, file) is expected
         assert platforms.cpu_multiplies(jnp.float32, file)
     assert platforms.cpu_multiplies(jnp.bfloat16, tmp_path / "none")
-
-
-def test_bfloat16_on_a_cpu_is_closer_to_float32_than_bfloat16_activations():
-    """Activations stay float32 on a CPU."""
-    config = tiny_config(tied=True)
-    params = random_params(config, scale=0.1)
-    ids = np.random.default_rng(0).integers(3, 300, (2, 48)).astype(np.int32)
-
-    def logits(dtype, is_cpu):
-        model = nnx.merge(decoder.graphdef(config, dtype, backend=Backend(is_cpu=is_cpu)), params)
-        return model.logits(model.hidden(ids)[0], 1.0, config.vocab_rows)
-
-    exact = logits(jnp.float32, False)
-    mixed, rounded = (np.abs(logits(jnp.bfloat16, is_cpu) - exact).mean() for is_cpu in (True, False))
-    assert 0 < mixed < 0.8 * rounded
 
 
 def compile_text(function, *arguments):

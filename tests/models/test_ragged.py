@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from helpers import random_params, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
+from test_attention import plain
 
 from psearch_jax.config import PRESETS, MeshSection
 from psearch_jax.models import decoder, ragged
@@ -31,19 +32,7 @@ def random_arrays(B, K, G, S, dtype, T, seed=0):
 
 
 def by_definition(q, k, v, cache, start):
-    """Attention computed row by row and head by head in float64."""
-    q, k, v, ks, vs = (np.asarray(x, np.float64) for x in (q, k, v, cache.k[LAYER], cache.v[LAYER]))
-    out, group = np.zeros_like(q), q.shape[2] // k.shape[1]
-    for b, n in np.ndindex(q.shape[0], q.shape[2]):
-        keys, values = (
-            np.concatenate([x[b, n // group, : start[b]], y[b, n // group]]) for x, y in ((ks, k), (vs, v))
-        )
-        for t in range(q.shape[1]):
-            seen = start[b] + t + 1
-            scores = keys[:seen] @ q[b, t, n] / np.sqrt(H)
-            weights = np.exp(scores - scores.max())
-            out[b, t, n] = weights @ values[:seen] / weights.sum()
-    return out
+    return plain(q, k, v, (cache.k[LAYER], cache.v[LAYER]), start)
 
 
 def nan_past_the_ends(cache, start):
@@ -85,21 +74,6 @@ def test_a_row_of_the_call_without_a_row_of_the_cache():
     q, k, v, cache = random_arrays(2, 2, 2, 96, "float32", 40)
     got = jax.jit(by_kernel)(q, k, v, KVCache(cache.k[:, ::-1], cache.v[:, ::-1]), starts, rows)
     np.testing.assert_allclose(got, by_definition(q, k, v, cache, starts), atol=2e-5)
-
-
-def test_the_work_is_what_rows_and_queries_need():
-    """Keys that a block of queries cannot see, or a block of a row's cache past its end, are not visited."""
-    start = np.array([0, 1, 512, 513, 1500], np.int32)
-    list_entries = jax.jit(functools.partial(ragged.list_entries, size=512, query_blocks=3, key_blocks=3))
-    pair, block, count = list_entries(start)
-    assert list(zip(pair[:count].tolist(), block[:count].tolist(), strict=True)) == [
-        (3 * row + queries, keys)
-        for row, length in enumerate(start)
-        for queries in range(3)
-        for keys in range(-(-length // 512) + queries + 1)
-    ]
-    full = list_entries(np.full(5, 1536))
-    assert full[2] == len(full[0]), "the list has room for full rows"
 
 
 @pytest.mark.parametrize("budget", [1, 2**20])

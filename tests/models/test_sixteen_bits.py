@@ -21,7 +21,6 @@ from psearch_jax.config import Config, Lora, from_mapping
 from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.models import lora
 from psearch_jax.rollout.collect import Collector
-from psearch_jax.runtime import platforms
 from psearch_jax.train import trainer
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import init_state, make_optimizer
@@ -84,21 +83,6 @@ def test_a_run_in_sixteen_bits(settings, tiny_policy, tmp_path, no_warm_up):
     run.begin()
     assert {x.dtype.name for x in jax.tree.leaves(run.state.params)} == {"float32"}
     check_run(tmp_path, trainer.train(run, tmp_path), 0.003 if settings == "colab" else 0.02)
-
-
-def test_what_is_only_sampled_from_is_held_once(tiny_policy, monkeypatch):
-    """A policy that is only sampled is held in the sampling dtype only."""
-    monkeypatch.setattr(platforms, "cpu_multiplies", lambda dtype: True)
-
-    def params(dtype: str) -> tuple[nnx.State, nnx.State]:
-        parts = build.from_path(small_config(tiny_policy, **{"model.sampling_dtype": dtype}), str(tiny_policy))
-        return parts.params, parts.sampling_copy()
-
-    full, copy = params("float32")
-    held, used = params("bfloat16")
-    for kept, own, sampled, exact in zip(*map(jax.tree.leaves, (held, copy, used, full)), strict=True):
-        assert sampled is kept and own is exact and kept.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(np.asarray(kept), np.asarray(exact.astype(jnp.bfloat16)))
 
 
 @pytest.mark.slow

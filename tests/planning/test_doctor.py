@@ -1,8 +1,6 @@
 """launch/doctor.py reports every item that a run needs and lacks before it starts, with a fix for each."""
 
 import json
-import re
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +13,6 @@ from psearch_jax.config import from_mapping
 from psearch_jax.planning import doctor
 from psearch_jax.planning.doctor import examine
 from psearch_jax.runtime.accelerators import GIB
-from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.types import UserError
 
@@ -56,19 +53,7 @@ def test_every_missing_input_has_a_line_and_a_fix(tmp_path):
     text = wrong(findings(from_mapping(qwen7b.get_config().to_dict()), tmp_path))
     for name in ("config.model.path", "config.data.source", "config.retrieval.index"):
         assert sum(line.startswith(f"FIX   config     {name}") for line in text.splitlines()) == 1, text
-    assert text.count("config.mesh:") == 1 and "--config.mesh.tensor=1" in text
-    assert "hf download" in text and "build_index.py" in text
-
-
-def test_an_incomplete_model_and_another_models_tokenizer_are_seen(tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(TOY_POLICY, model)
-    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
-    assert "1 of 2 files of weights" in wrong(findings(config(model={"path": str(model)}), tmp_path))
-    (model / "model-00001-of-00002.safetensors").rename(model / "model.safetensors")
-    shape = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(shape | {"vocab_size": 512}))
-    assert "512 embedding rows" in wrong(findings(config(model={"path": str(model)}), tmp_path))
+    assert "hf download" in text and "build_index.py" in text and "--config.mesh.tensor=1" in text
 
 
 def test_a_retriever_that_does_not_answer_is_seen(tmp_path):
@@ -83,26 +68,11 @@ def test_a_retriever_that_does_not_answer_is_seen(tmp_path):
     assert "passages" in text and "index" in text
 
 
-def test_questions_that_the_reward_does_not_suit_are_counted_by_kind(tmp_path):
-    file = tmp_path / "questions.jsonl"
-
-    def text(metadata, **sections):
-        data = write_questions(file, 48, metadata=metadata)
-        return findings(config(data=data, **sections), tmp_path)["questions"][0].text
-
-    assert "(48 single; the reward for splitting needs questions" in text({"kind": "parallel"})
-    assert "(48 parallel)" in text({"type": "parallel"})
-    assert "needs questions" not in text({"kind": "parallel"}, reward={"critical_path": 0.5})
-    file.write_text("{")
-    assert wrong(findings(config(data={"source": str(file)}), tmp_path)).count("not JSON") == 1, "one fault, one line"
-
-
 @pytest.mark.parametrize(
     ("sections", "count", "name", "words"),
     [
-        ({}, 3, "questions", "found 3 questions for steps of 24"),
-        ({"data": {"validation_share": 0.3}}, 26, "questions", "questions for steps of 24"),
-        ({"data": {"source": "closed_world", "world_questions": 10}}, 0, "questions", "found 10 questions"),
+        ({}, 3, "questions", "found 3 questions for steps of"),
+        ({"data": {"validation_share": 0.3}}, 26, "questions", "questions for steps of"),
         (
             {"data": {"validation_share": 0.5}, "eval": {"best_metric": "mixed/em", "every_steps": 1}},
             80,
@@ -119,27 +89,22 @@ def test_what_training_refuses_is_reported(tmp_path, sections, count, name, word
     assert problems and words in problems[0].text
 
 
-def test_prompts_are_checked_and_measured(tmp_path):
+def test_prompts_are_measured(tmp_path):
     data = write_questions(tmp_path / "questions.jsonl", 48, "Which is the rival of Nujider?")
     template = tmp_path / "prompt.txt"
-
-    def checked(text):
+    for text, words in (
+        ("no question", "{question} not found"),
+        ("{question}", "of 64 tokens"),
+        ("{question}" + " Which" * 70, "48 of the first 48 prompts exceed config.rollout.prompt_tokens=64"),
+    ):
         template.write_text(text)
         (prompt,) = findings(config(data=data | {"template": str(template)}), tmp_path)["prompt"]
-        return prompt
-
-    assert checked("no question").wrong and "{question} not found" in checked("no question").text
-    good = checked("{question}")
-    assert not good.wrong and re.search(r"up to \d+ of 64 tokens", good.text)
-    long = checked("{question}" + " Which" * 70)
-    assert long.wrong and "48 of the first 48 prompts exceed config.rollout.prompt_tokens=64" in long.text
+        assert words in prompt.text and prompt.wrong == (text != "{question}")
 
 
-def test_memory_and_disk_that_do_not_suffice_are_reported(tmp_path, monkeypatch):
+def test_memory_that_does_not_suffice_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "available_memory", lambda: 2**20)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
-    text = wrong(findings(config(), tmp_path / "not" / "yet"))
-    assert "of 0.00 GiB on each device" in text and "GiB for 4 more checkpoints" in text
+    assert "of 0.00 GiB on each device" in wrong(findings(config(), tmp_path / "not" / "yet"))
 
 
 def test_the_disk_must_have_room_for_the_checkpoints_to_come(tmp_path, monkeypatch):
@@ -168,11 +133,6 @@ def test_an_accelerator_that_is_not_used_is_seen(tmp_path, monkeypatch):
     (tmp_path / "dev" / "nvidiactl").touch()
     with pytest.raises(UserError, match=r"/dev/nvidiactl exists: .*\[cuda\].*CUDA_VISIBLE_DEVICES"):
         doctor.check_devices(tmp_path)
-
-
-def test_a_model_of_unknown_size_is_no_fault(tmp_path):
-    by_name = findings(config(model={"path": "somebody/Own-Model", "tokenizer": "toy"}), tmp_path)
-    assert not by_name["memory"][0].wrong and "not counted" in by_name["memory"][0].text
 
 
 def test_a_run_that_would_resume_is_known(tmp_path):

@@ -1,19 +1,18 @@
 """Plans for absent TPUs and GPUs: the memory of every chip, and refused configs."""
 
 import json
+import math
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import pytest
-from helpers import collectives_in_loops
 from programs import ROOT, completed
-from runs import small_config
 
-from psearch_jax.config import Config, ModelSection, from_mapping
-from psearch_jax.models.buckets import buckets
-from psearch_jax.planning.plan import ProgramMemory, advice, bare_sampler, make_plan, model_shape
+from psearch_jax.config import from_mapping
+from psearch_jax.planning.plan import bare_sampler, make_plan, model_shape
 from psearch_jax.planning.roofline import lower_bounds
 from psearch_jax.planning.targets import Target, cuda_target, tpu_target
 from psearch_jax.rollout.sampler import SamplerShapes
@@ -86,17 +85,6 @@ def test_adapters_share_a_frozen_base():
     assert cache < plan.resident["sampler_state"] < 1.05 * cache
 
 
-def test_adapters_from_a_file_are_planned_as_adapters(tiny_policy, tmp_path):
-    config = small_config(tiny_policy)
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 3, "lora_alpha": 6}')
-    from_file, by_rank = (
-        make_plan(replace(config, model=replace(config.model, **fields)), cpu_target(), names=())
-        for fields in ({"adapters": str(tmp_path)}, {"lora_rank": 3, "lora_alpha": 6.0})
-    )
-    assert from_file.resident == by_rank.resident and from_file.checkpoint_bytes == by_rank.checkpoint_bytes
-    assert from_file.resident["frozen_base"] > from_file.resident["parameters"]
-
-
 def test_a_critic_counts_next_to_every_program():
     """Policy and critic share their frozen base, which counts once."""
     model = {"path": "", "preset": "toy", "lora_rank": 4}
@@ -118,16 +106,6 @@ def test_a_critic_counts_next_to_every_program():
     others = ("parameters", "optimizer", "frozen_base", "reference")
     assert ppo.programs["critic_apply"].resident_bytes == sum(held[name] for name in others)
     assert held["frozen_base"] > 0 and held["reference"] == 0
-
-
-def test_every_width_is_compiled():
-    """A narrower shape, with another form of attention, may need more memory than the widest."""
-    budgets = {"slots": 8, "context_tokens": 512, "prompt_tokens": 64, "obs_tokens": 256, "num_buckets": 2}
-    config = config_file("smoke", model={"path": "", "preset": "toy"}, rollout=budgets)
-    lines, widths = [], buckets(256, 2)
-    plan = make_plan(config, cpu_target(), lines.append, names=("extend",))
-    assert [int(line.split()[1].strip(":")) for line in lines] == list(widths)
-    assert len(lines) == 2 and plan.programs["extend"].width in widths
 
 
 @pytest.mark.parametrize(
@@ -156,31 +134,6 @@ def test_topologies_are_checked():
     assert len(v4.devices) == 4 and v4.chip.hbm_bytes > 30 * GIB, "both cores of a chip are one device"
 
 
-def test_shapes_are_known_without_weights():
-    assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-14B-Instruct"))).layers == 48
-    assert model_shape(Config(model=ModelSection(path="Qwen/Qwen2.5-0.5B"))).layers == 24
-    shape = model_shape(Config(model=ModelSection(path="Qwen/Qwen3-4B-Instruct-2507")))
-    assert (shape.qk_norm, shape.layers, shape.head_dim) == (True, 36, 128)
-    assert model_shape(Config(model=ModelSection(path="toy", preset="7b"))).width == 128
-    for name in ("some/model", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-9B"):
-        with pytest.raises(UserError, match=f"config.model.path={name}: .*no known size in the name; accepted: names"):
-            model_shape(Config(model=ModelSection(path=name)))
-
-
-def test_advice_names_the_fields_to_change(qwen7b):
-    config, room = config_file("qwen7b"), qwen7b.chip.hbm_bytes
-    programs = {
-        "generate": ProgramMemory(0, 0, 1.0, refused="20.1 GiB of temporaries, 15.75 available"),
-        "accumulate": ProgramMemory(room, GIB, 1.0),
-        "apply": ProgramMemory(room - GIB, GIB, 1.0),
-    }
-    plan = replace(qwen7b, programs=programs)
-    assert not plan.fits
-    refused, over = advice(plan, config)
-    assert refused.startswith("generate does not fit even on its own (20.1") and "config.rollout.slots=128" in refused
-    assert over.startswith("accumulate is 1.00 GiB over: lower config.learning.micro_batch_rows=16 (a multiple of 4)")
-
-
 def test_lower_bounds_by_hand(qwen7b):
     seconds = lower_bounds(qwen7b, config_file("qwen7b"), 2000, 500, 250)
     layers, head = 28 * (3584 * (28 + 8) * 128 + 28 * 128 * 3584 + 3 * 3584 * 18_944), 152_064 * 3584
@@ -199,15 +152,44 @@ def test_lower_bounds_by_hand(qwen7b):
     ("kind", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("Tesla T4", "t4"),
-        ("NVIDIA L4", "l4"),
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
-        *[(f"NVIDIA {other}", None) for other in ("L40S", "RTX A1000 Laptop GPU", "GH200 480GB", "T400 4GB")],
-        *[(f"NVIDIA {other}", None) for other in ("H100 PCIe", "A100-PCIE-40GB", "H100 NVL")],
+        *[(f"NVIDIA {other}", None) for other in ("L40S", "RTX A1000 Laptop GPU", "H100 PCIe", "A100-PCIE-40GB")],
     ],
 )
 def test_peaks_are_those_of_the_card(kind, name):
     assert chip_of(SimpleNamespace(platform="gpu", device_kind=kind)) == GPUS.get(name)
+
+
+SIZES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "u8": 1, "s8": 1, "pred": 1}
+
+
+def collectives_in_loops(text: str, least_bytes: int, kinds: str = "all-gather") -> list[str]:
+    """The operations of `kinds`, a regular expression, in loops of a compiled program that output `least_bytes`."""
+    computations: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            computations[opened[1]] = body = []
+        elif line.startswith("  "):
+            body.append(line.strip())
+    called = {
+        name: set(re.findall(r"(?:calls|to_apply|body|condition|computations?)=\{?%?([\w.-]+)", " ".join(lines)))
+        for name, lines in computations.items()
+    }
+    waiting = re.findall(r" while\(.*body=%?([\w.-]+)", text)
+    inside: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in inside:
+            inside.add(name)
+            waiting += called.get(name, ())
+    matching = []
+    for line in (line for name in sorted(inside) for line in computations.get(name, ())):
+        match = re.match(rf"(?:ROOT )?\S+ = (.*?) (?:{kinds})(?:-start)?\(", line)
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1]) if match else ()
+        sizes = [math.prod(int(d) for d in dims.split(",") if d) * SIZES.get(kind, 8) for kind, dims in shapes]
+        if max(sizes, default=0) >= least_bytes:
+            matching.append(line[:160])
+    return matching
 
 
 @pytest.mark.weekly
@@ -234,16 +216,6 @@ def test_the_check_for_collectives_sees_them():
     turns = "ENTRY %main () -> f32[2] {\n  %w = f32[2] while(%p), condition=%c, body=%body\n}\n"
     assert len(collectives_in_loops(f"%body {gather}{turns}", 2**20)) == 1
     assert not collectives_in_loops(f"%other {gather}{turns}", 2**20)
-
-
-@pytest.mark.weekly
-def test_the_largest_training_program_keeps_no_attention_scores(target):
-    """An update of 6,656 positions fits in memory, which it would not with the scores of its attention."""
-    fields = {"model": {"path": "", "preset": "0.5b"}, "mesh": {"tensor": 2}, "rollout": {"num_buckets": 1}}
-    plan = make_plan(config_file("qwen7b", **fields), target, names=("accumulate",))
-    program, rows = plan.programs["accumulate"], 16 // plan.mesh["fsdp"]
-    scores = 4 * rows * (plan.model.heads // 2) * program.width**2  # of one layer on one chip, in float32
-    assert program.peak_bytes - plan.resident["parameters"] < scores
 
 
 @pytest.mark.slow

@@ -47,12 +47,6 @@ def test_updates_are_equal(tmp_path):
         assert line["loss"] == pytest.approx(lines[0 if line["work"] == "equal" else 2]["loss"], abs=1e-5) != 0
 
 
-def test_updates_of_a_model_train_adapters(tmp_path, tiny_policy):
-    flags = (f"--model={tiny_policy}", "--works=equal", "--rows=2", "--scale=0.1", "--repeats=1", "--dtype=bfloat16")
-    lines = bench("update", tmp_path, *flags)
-    assert [line["size"] for line in lines] == [tiny_policy.name] and lines[0]["gradient_norm"] > 0
-
-
 def test_steps_train_on_what_they_sampled(tmp_path):
     pytest.importorskip("torch")
     lines = bench("step", tmp_path, *QUICK, "--works=equal")
@@ -86,14 +80,6 @@ def test_the_device_benchmark_measures_every_program(tmp_path):
     assert figures["rollouts"]["logp_gap"] < 1e-4
 
 
-def test_help_and_other_names():
-    """`--help` lists every benchmark; another name gets one line."""
-    names = "rollout, update, step, retrieval, recall, device"
-    printed = completed([sys.executable, PROGRAM, "--help"])
-    assert printed.returncode == 0 and all(
-        f"launch/bench.py {name} --" in printed.stdout for name in names.split(", ")
-    )
+def test_other_names_are_refused():
     done = completed([sys.executable, PROGRAM, "retreival"])
-    assert done.returncode == 2 and f"accepted: {names}" in done.stderr
-    done = completed([sys.executable, PROGRAM, "recall", "--questions=none.jsonl", "--corpus=none.jsonl"])
-    assert done.returncode == 2 and "none.jsonl" in done.stderr
+    assert done.returncode == 2 and "accepted: rollout, update, step, retrieval, recall, device" in done.stderr

@@ -95,16 +95,7 @@ def test_a_record_of_other_settings_is_refused(tmp_path):
             running.open_record(file, experiment, steps, [start])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["nothing"],
-        [],
-        ["baselines", "--seeds=a"],
-        ["baselines", "--policies=nowhere"],
-        ["baselines", "--policies=toy,toy"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [["nothing"], ["baselines", "--policies=nowhere"]])
 def test_bad_arguments_get_one_line(arguments, tmp_path):
     done = completed([sys.executable, "launch/experiment.py", *arguments, f"--out={tmp_path}", f"--work={tmp_path}"])
     assert done.returncode == 2 and "accepted" in done.stderr.strip().splitlines()[-1], done.stderr

@@ -243,18 +243,6 @@ def test_optimizers_agree(reference):
         assert_close(ours, theirs)
 
 
-def test_the_cache_changes_nothing(reference):
-    """Decoding with the cache gives the logits of a full forward pass."""
-    rng = np.random.default_rng(0)
-    params = reference.init_params(rng)
-    ids = rng.integers(0, len(reference.VOCABULARY), (3, 10))
-    full, _ = reference.logits(params, ids)
-    cache = jnp.zeros((reference.LAYERS, 2, 3, 10, reference.KV_HEADS, reference.HEAD_DIM))
-    for position in range(10):
-        step, cache = reference.logits(params, ids[:, position : position + 1], cache, position)
-        np.testing.assert_allclose(step[:, 0], full[:, position], atol=1e-4)
-
-
 @pytest.mark.slow
 def test_the_example_learns(reference):
     """The example learns to answer, and to split parallel questions only."""

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from psearch_jax.rl.advantages import carry_signal, group_advantages
+from psearch_jax.rl.advantages import group_advantages
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 1.0, 0.3]
 GROUPS = [("a", "0"), ("a", "0"), ("b", "0"), ("a", "0"), ("b", "0"), ("c", "0")]
@@ -31,18 +31,6 @@ def test_equal_rewards_carry_no_signal(method):
     """Rounding noise is not scaled up to an advantage of 1."""
     out = group_advantages([0.1 + 0.2] * 3 + [0.7] * 5, ["x"] * 3 + ["y"] * 5, method)
     np.testing.assert_allclose(out, 0.0, atol=1e-9)
-
-
-def test_which_groups_carry_signal():
-    """A group carries a signal if one of its advantages is not 0."""
-    advantages = np.array([0.0, 0.0, 0.0, 0.0, 0.0, -0.001, 0.0, 0.002, 1.0, 0.0, -1.0, 0.0], np.float32)
-    assert carry_signal(advantages, 4).tolist() == [False, True, True]
-
-
-def test_a_rollout_that_is_not_valid_is_in_no_baseline():
-    """It gets 0 itself."""
-    out = group_advantages([1.0, 0.0, 0.0, 1.0], list("aaaa"), "mean", [True, True, False, True])
-    np.testing.assert_allclose(out, [1 / 3, -2 / 3, 0, 1 / 3], rtol=1e-6)
 
 
 def test_equal_ids_of_two_sources_are_two_groups():

@@ -5,15 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from rendered import parse_transcript
 
 from psearch_jax.assembly import build
 from psearch_jax.config import Config, RewardSection, from_mapping
-from psearch_jax.rl.compat import check_examples, compat_score, valid_transcript
-from psearch_jax.rl.rewards import PaperReward, format_part, paper_reward
-from psearch_jax.text.prompts import load_template
+from psearch_jax.rl.compat import compat_score, valid_transcript
+from psearch_jax.rl.rewards import PaperReward, paper_reward
 from psearch_jax.train.rollouts import compute_advantages
-from psearch_jax.types import Question, Trajectory, Turn, UserError
+from psearch_jax.types import Question, Trajectory, Turn
 from retrieval.protocol import Passage
 
 WEIGHTS = RewardSection()  # format 0.1, final_format 0, decomposition 0.15, search_count 0.35
@@ -81,21 +79,16 @@ def test_paper_reward(kind, searches, answer, well_formed, expected):
     assert parts.total == pytest.approx(sum(expected))
 
 
-def test_f1_as_the_outcome_lies_between_wrong_and_right():
-    """A better answer never earns less."""
-    totals = []
-    for answer in ("Alan", "Lovelace Byron King", "Ada Byron", "Ada Lovelace"):
-        for well_formed in (False, True):
-            t = trajectory("parallel", [2], answer, well_formed)
-            parts = paper_reward(t, RewardSection(outcome="f1"))
-            totals.append((parts.outcome, well_formed, parts.total))
-            if answer in ("Alan", "Ada Lovelace"):
-                assert parts == paper_reward(t, WEIGHTS)
-    outcomes = [outcome for outcome, _, _ in totals[::2]]
-    assert outcomes == pytest.approx([0, 0.4, 2 / 3, 1])
-    for well_formed in (False, True):
-        paid = [total for _, formed, total in totals if formed == well_formed]
-        assert paid == sorted(paid) and len(set(paid)) == 4
+@pytest.mark.parametrize("well_formed", [False, True])
+def test_f1_as_the_outcome_lies_between_wrong_and_right(well_formed):
+    """A better answer earns more."""
+    answers = ("Alan", "Lovelace Byron King", "Ada Byron", "Ada Lovelace")
+    rollouts = [trajectory("parallel", [2], answer, well_formed) for answer in answers]
+    parts = [paper_reward(t, RewardSection(outcome="f1")) for t in rollouts]
+    assert [p.outcome for p in parts] == pytest.approx([0, 0.4, 2 / 3, 1])
+    assert [parts[0], parts[-1]] == [paper_reward(t, WEIGHTS) for t in (rollouts[0], rollouts[-1])]
+    totals = [p.total for p in parts]
+    assert totals == sorted(totals) and len(set(totals)) == 4
 
 
 def test_every_sub_query_has_its_price():
@@ -105,15 +98,6 @@ def test_every_sub_query_has_its_price():
     for searches, sub_queries in (([], 0), ([2], 2), ([1, 1], 2), ([2, 1], 3)):
         t = trajectory("sequential", searches, "Ada")
         assert paper_reward(t, priced).total == pytest.approx(paper_reward(t, plain).total - 0.05 * sub_queries)
-
-
-def test_format_by_the_answers_worth():
-    """Half right is half of each rule."""
-    weights = RewardSection(format=0.2, final_format=0.3)
-    ill = [format_part(worth, True, False, weights) for worth in (0.0, 0.5, 1.0)]
-    assert ill == pytest.approx([0.3, 0.15 - 0.1, -0.2])
-    assert [format_part(worth, True, True, weights) for worth in (0.0, 0.5, 1.0)] == pytest.approx([0.2, 0.1, 0.0])
-    assert format_part(0.0, False, False, weights) == 0
 
 
 def with_turns(searches, answer="Ada", question="1"):
@@ -185,25 +169,6 @@ def test_compat_reproduces_the_public_scores(shared_data):
     np.testing.assert_allclose(ours, [r["score"] for r in rows], rtol=0, atol=1e-6)
 
 
-def test_both_profiles_agree_on_clean_transcripts(shared_data):
-    """Where prompt and response have none of the quirks."""
-    clean = 0
-    for line in (shared_data / "reward_vectors.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        prompt, response = row["prompt"], row["response"]
-        question = Question("v", "1", row["question"], tuple(row["golden_answers"]), row["kind"])
-        parsed = parse_transcript(question, response)
-        contents = [part.split("</search>")[0] for part in response.split("<search>")[1:]]
-        as_written = [len(turn.queries) for turn in parsed.executed] == [text.count("##") + 1 for text in contents]
-        usual_prompt = prompt.count("<search>") == 2 and "<answer>" in prompt and "<|im_start|>assistant" in prompt
-        if usual_prompt and as_written and parsed.answer is not None and response.count("<answer>") == 1:
-            weights = RewardSection(**row["weights"])
-            theirs = compat_score(prompt, response, question.answers, question.kind, weights)
-            assert paper_reward(parsed, weights) == theirs, response
-            clean += 1
-    assert clean > 300
-
-
 PROMPT = (
     "<search> a </search> <search> b ## c </search> <answer> and <answer> Beijing </answer><|im_start|>assistant\n"
 )
@@ -228,11 +193,9 @@ INFO = "<information>x</information>"
     ],
 )
 def test_valid_transcript(response, valid):
-    """The transcript's grammar and the check of turns accept the same responses."""
+    """The grammar accepts a response after its prompt only if every turn is well formed."""
     assert valid_transcript(PROMPT + response) is valid
     assert not valid_transcript(response)
-    question = Question("v", "1", "q", ("x",), "single")
-    assert parse_transcript(question, response).well_formed is valid
 
 
 def test_compat_quirks():
@@ -249,37 +212,6 @@ def test_compat_quirks():
     assert compat_score(PROMPT, "<search> a", golds, "mixed", split) == compat_score(
         PROMPT, "", golds, "sequential", split
     )
-
-
-@pytest.mark.parametrize(
-    ("template", "outcome_only", "accepted"),
-    [
-        ("parallel", False, True),
-        ("sequential", False, False),  # one example search
-        ("sequential", True, True),  # the search count is not rewarded then
-        ("direct", False, False),
-        ("direct", True, True),
-        ("published", False, True),
-        ("published_sequential", True, True),
-        ("toy", True, False),  # no example answer: the right answer would be taken for one
-    ],
-)
-def test_a_prompt_without_the_examples_is_refused(template, outcome_only, accepted):
-    """Under such a prompt a right answer, or the right number of searches, would earn nothing."""
-    weights = RewardSection(decomposition=0, search_count=0) if outcome_only else WEIGHTS
-    text = load_template(template)
-    right = "<think>a</think><search>b ## c</search>" + INFO + "<think>d</think><answer>Ada</answer>"
-    paid = compat_score(text + "<|im_start|>assistant\n", right, ("Ada",), "parallel", weights).total
-    full = 1.0 if outcome_only else 1.0 + 3 * WEIGHTS.decomposition + WEIGHTS.search_count
-    assert (paid == pytest.approx(full)) is accepted
-    if accepted:
-        check_examples(text, weights, "prompt")
-        return
-    reward = {"profile": "compat"} | ({"decomposition": 0.0, "search_count": 0.0} if outcome_only else {})
-    config = from_mapping({"reward": reward, "data": {"template": template}})
-    with pytest.raises(UserError, match=f"config.data.template={template}: found .* at least one <answer>") as caught:
-        build.training_run(config)
-    assert ("exactly 2 times <search>" in str(caught.value)) is not outcome_only
 
 
 def test_compat_reads_the_prompt_and_the_reply_of_a_rollout(tiny_tokenizer):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from helpers import QWEN3, extend, random_params, started, tiny_config, training_config
+from helpers import QWEN3, extend, random_params, same_bits, started, tiny_config, training_config
 
 from psearch_jax.config import DecoderConfig, Lora, MeshSection
 from psearch_jax.models import attention, decoder, lora, ragged
@@ -20,12 +20,12 @@ from psearch_jax.models.attention.splash import splash_attention
 from psearch_jax.models.backend import Backend, choose_backend
 from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rl.batch import mini_batches
-from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import build_tables
+from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.runtime.cli import configure_jax
-from psearch_jax.sharding import STORAGE, make_mesh, param_shardings
+from psearch_jax.sharding import SAMPLING, STORAGE, attach_shardings, make_mesh, make_meshes, param_shardings
 from psearch_jax.train.critic import build_critic, init_critic
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import init_state, make_optimizer
@@ -185,26 +185,24 @@ def check_vocabulary(mesh) -> None:
         np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(y))))
 
 
-def check_draws(mesh) -> None:
-    """Tokens drawn, and their log-probs, where each device has its own columns; 1,060 = 4 * (256 + 9) columns."""
-    rng = np.random.default_rng(4)
-    logits = (4 * rng.normal(size=(B, 1060))).astype(np.float32)
-    logits[:, 1050:] = -1e30  # ids without a token
-    logits[0, :1000] = -1e30  # all mass on the last device
-    for _ in range(20):
-        uniform = rng.random(B, np.float32)
-        uniform[1], uniform[2] = 0.0, np.nextafter(np.float32(1), np.float32(0))
-        with jax.set_mesh(mesh):
-            token = jax.jit(sampling.choose)(logits, uniform)
-            logprob = jax.jit(sampling.log_probability)(logits, token)
-        p = np.exp(logits.astype(np.float64))
-        p /= p.sum(axis=1, keepdims=True)
-        ends = np.cumsum(p, axis=1)
-        token, rows = np.asarray(token), np.arange(B)
-        # Within rounding, the uniform lies in the token's interval of the cumulative distribution.
-        np.testing.assert_array_less(ends[rows, token] - p[rows, token] - 1e-6, uniform + 1e-12)
-        np.testing.assert_array_less(uniform - 1e-12, ends[rows, token] + 1e-6)
-        np.testing.assert_allclose(logprob, np.log(p[rows, token]), atol=1e-5)
+def check_regrouped(data: int, fsdp: int, tensor: int, sampler_tensor: int) -> None:
+    """The copy for a sampler with another `tensor` is that of one mesh, without host memory or complete kernels."""
+    mesh, sampler = make_meshes(MeshSection(data, fsdp, tensor, rollout_tensor=sampler_tensor))
+    weights, adapters = random_params(tiny_config(64)), lora.init_adapters(tiny_config(64), Lora(4, 8.0), 0)
+    stored, low = (jax.device_put(x, param_shardings(x, STORAGE, mesh)) for x in (weights, adapters))
+    for trained, parts in ((True, (stored,)), (False, (stored, low))):
+        abstract = (weights, adapters if len(parts) == 2 else None)
+        copy = SamplingCopy(*abstract, jnp.float32, mesh, trained=trained, rollout_mesh=sampler)
+        with jax.transfer_guard("disallow"):
+            ours = jax.block_until_ready(copy(*parts))
+        theirs = SamplingCopy(*abstract, jnp.float32, mesh, trained=trained)(*parts)
+        assert same_bits(ours, theirs)
+        shardings = param_shardings(ours, SAMPLING, sampler)
+        assert all(x.sharding == s for x, s in zip(*map(jax.tree.leaves, (ours, shardings)), strict=True))
+    copy = SamplingCopy(weights, None, jnp.float32, mesh, trained=True, rollout_mesh=sampler)
+    program = copy.program(attach_shardings(weights, param_shardings(weights, STORAGE, mesh)))
+    shape = ",".join(map(str, weights["layers"]["up_kernel"].get_value().shape))
+    assert f"f32[{shape}]" not in program.compile(0).as_text(), "a device holds a complete kernel"
 
 
 def by_name(state: nnx.State) -> dict[str, np.ndarray]:
@@ -223,8 +221,9 @@ def main(sizes: str, out: str) -> None:
     if mesh.size > 1:  # these compare the mesh with one device
         check_kernels(mesh)
         check_vocabulary(mesh)
-        check_draws(mesh)
         check_critic(mesh, normed, optimizer)
+        check_regrouped(1, 8, 1, 4)
+        check_regrouped(2, 4, 1, 2)
     settings = training_config(S, model={"shard_residual": tensor > 1, "remat": "full"}, **LEARNING)
     learner = Learner(settings, config, optimizer, mesh, len(TOKENS))
     copy = learner.sampling_copy(state.params)

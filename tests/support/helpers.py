@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -220,40 +218,3 @@ def unit_rows(rows: int, dimensions: int, seed: int = 0) -> np.ndarray:
     """[rows, dimensions] float32 of unit length in random directions."""
     vectors = np.random.default_rng(seed).standard_normal((rows, dimensions)).astype(np.float32)
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-
-SIZES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "u8": 1, "s8": 1, "pred": 1}
-
-
-def collectives_in_loops(text: str, least_bytes: int, kinds: str = "all-gather") -> list[str]:
-    """The collectives in a compiled program's text that run in every iteration of a loop and output `least_bytes` or
-    more.
-
-    Args:
-      kinds: a regular expression of names such as "all-gather|reduce-scatter", or of other operations.
-    """
-    computations: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            computations[opened[1]] = body = []
-        elif line.startswith("  "):
-            body.append(line.strip())
-    called = {
-        name: set(re.findall(r"(?:calls|to_apply|body|condition|computations?)=\{?%?([\w.-]+)", " ".join(lines)))
-        for name, lines in computations.items()
-    }
-    waiting = re.findall(r" while\(.*body=%?([\w.-]+)", text)
-    inside: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name not in inside:
-            inside.add(name)
-            waiting += called.get(name, ())
-    matching = []
-    for line in (line for name in sorted(inside) for line in computations.get(name, ())):
-        match = re.match(rf"(?:ROOT )?\S+ = (.*?) (?:{kinds})(?:-start)?\(", line)
-        shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1]) if match else ()
-        sizes = [math.prod(int(d) for d in dims.split(",") if d) * SIZES.get(kind, 8) for kind, dims in shapes]
-        if max(sizes, default=0) >= least_bytes:
-            matching.append(line[:160])
-    return matching

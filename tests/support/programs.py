@@ -1,9 +1,7 @@
 """Starts programs for tests: real processes, forked from a server that has already imported the common modules.
 
-Importing jax, transformers and the rest takes several times as long as most of what a test does with a program. So the
-first program of a test session starts a server (`python tests/support/programs.py SOCKET`), which imports them and
-waits. Each program is a fork of it with its own arguments, environment, streams and process id. The server never uses
-a device.
+Importing jax, transformers and the rest takes longer than most programs of tests. So the first program of a session
+starts a server (`python tests/support/programs.py SOCKET`) that imports them and waits; each program is a fork of it.
 """
 
 from __future__ import annotations

@@ -11,15 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 LIMIT = 450  # lines of a file of the package
-
-
-def tracked_files() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [file for name in listed.stdout.splitlines() if (file := ROOT / name).is_file()]
-
-
-def count_lines(files: list[Path]) -> int:
-    return sum(file.read_bytes().count(b"\n") for file in files)
+GROUPS = {
+    "psearch_jax + retrieval, lines of Python": (".py", "psearch_jax", "retrieval"),
+    "launch + configs + examples, lines of Python": (".py", "launch", "configs", "examples"),
+    "tests, lines of Python": (".py", "tests"),
+    "benchmarks + experiments, lines of Python": (".py", "benchmarks", "experiments"),
+    "docs and README, lines of Markdown": (".md", "docs", "README.md"),
+}
 
 
 def count_fields(value: object) -> int:
@@ -30,27 +28,17 @@ def count_fields(value: object) -> int:
 def main() -> None:
     from psearch_jax.config import Config
 
-    files = tracked_files()
-
-    def in_folders(suffix: str, *folders: str) -> list[Path]:
-        return [f for f in files if f.suffix == suffix and f.relative_to(ROOT).parts[0] in folders]
-
-    package = in_folders(".py", "psearch_jax", "retrieval")
-    long = [f"{file.relative_to(ROOT)} ({count_lines([file])})" for file in package if count_lines([file]) > LIMIT]
-    rows = {
-        "psearch_jax + retrieval, lines of Python": count_lines(package),
-        "launch + configs + examples, lines of Python": count_lines(
-            in_folders(".py", "launch", "configs", "examples")
-        ),
-        "tests, lines of Python": count_lines(in_folders(".py", "tests")),
-        "benchmarks + experiments, lines of Python": count_lines(in_folders(".py", "benchmarks", "experiments")),
-        "docs and README, lines of Markdown": count_lines([*in_folders(".md", "docs"), ROOT / "README.md"]),
-        "working tree without .git, MB": round(sum(file.stat().st_size for file in files) / 1e6, 1),
-        "config fields": count_fields(Config()),
-        f"files of the package above {LIMIT} lines": ", ".join(long) or "none",
-    }
-    for name, value in rows.items():
-        print(f"| {name} | {value} |")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    contents = {name: (ROOT / name).read_bytes() for name in listed.splitlines() if (ROOT / name).is_file()}
+    lines = {name: content.count(b"\n") for name, content in contents.items()}
+    for title, (suffix, *folders) in GROUPS.items():
+        total = sum(n for name, n in lines.items() if name.endswith(suffix) and name.split("/")[0] in folders)
+        print(f"| {title} | {total} |")
+    print(f"| working tree without .git, MB | {sum(map(len, contents.values())) / 1e6:.1f} |")
+    print(f"| config fields | {count_fields(Config())} |")
+    package = [n for n in lines if n.endswith(".py") and n.startswith(("psearch_jax/", "retrieval/"))]
+    long = [f"{name} ({lines[name]})" for name in package if lines[name] > LIMIT]
+    print(f"| files of the package above {LIMIT} lines | {', '.join(long) or 'none'} |")
 
 
 if __name__ == "__main__":

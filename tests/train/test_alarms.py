@@ -43,17 +43,6 @@ def test_each_alarm_fires_on_its_own_fault_only(name, caplog):
     assert not [active(alarms, step) for step in range(16, 24)][-1]
 
 
-def test_no_alarm_fires_on_a_run_that_learns():
-    """Neither falling entropy nor one bad step is a fault."""
-    alarms = Alarms(window=5)
-    for step in range(60):
-        x = step / 60
-        metrics = {"entropy": 0.6 - 0.5 * x, "reward": 0.5 + x}
-        worse = {"searched_0": 0.9, "wrong_though_seen": 0.9} if step == 30 else {}
-        assert not active(alarms, step, **metrics, **worse)
-    assert not active(Alarms(may_search=False, window=1), 0, searched_0=1.0)
-
-
 def test_a_resumed_run_has_its_history(tmp_path, caplog):
     """It remembers the highest reward, and which alarms were already active."""
     rows = [FINE | {"step": step} for step in range(6)]
@@ -65,14 +54,3 @@ def test_a_resumed_run_has_its_history(tmp_path, caplog):
     caplog.clear()
     assert active(again, 10, **BROKEN["reward"]) == {"reward"} and not caplog.records
     assert read_rows(tmp_path / "nothing.jsonl") == []
-
-
-def test_after_a_change_of_settings_alarms_start_anew():
-    """A reward of another scale is no fall, neither in the resumed run nor in the next one."""
-    before = [FINE | {"reward": 0.9}] * 20
-    changed = [FINE | {"reward": 0.5, "settings_changed": 1.0}, *[FINE | {"reward": 0.5}] * 9]
-    alarms = Alarms(rows=before, window=3)
-    assert not any(any(alarms.update(20, row).values()) for row in changed)
-    alarms = Alarms(rows=[*before, *changed], window=3)
-    assert not any(alarms.update(30, FINE | {"reward": 0.5}).values())
-    assert any(alarms.update(31 + n, FINE | {"reward": 0.0})["alarm/reward"] for n in range(3))

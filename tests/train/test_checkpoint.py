@@ -115,15 +115,6 @@ def test_damaged_rollouts_in_flight_count_as_damage(saved, tmp_path):
     assert names(tmp_path / "checkpoints") == ["1", "2.unreadable"]
 
 
-def test_the_newest_checkpoints_are_kept(tmp_path):
-    """Older checkpoints are removed."""
-    checkpoints = checkpoint.Checkpoints(tmp_path, keep=2)
-    for step in range(1, 5):
-        checkpoints.save(step, state_of(1), LOOP)
-    checkpoints.close()
-    assert names(tmp_path) == ["3", "4"]
-
-
 def test_disk_space_is_checked_before_a_save(saved, tmp_path, monkeypatch):
     """A save for which the disk has no space is refused in one line and leaves the earlier checkpoints."""
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**26))

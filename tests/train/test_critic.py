@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import one_device_mesh, random_params, same_bits, tiny_config, training_config
+from helpers import one_device_mesh, random_params, same_bits, training_config
 from runs import small_config
 from test_learner import CONFIG, ROWS, S, some_batch, worst
 
 from psearch_jax.assembly import build
 from psearch_jax.config import Lora
 from psearch_jax.models import decoder
-from psearch_jax.models import lora as adapters
 from psearch_jax.rl import gae
 from psearch_jax.train.checkpointing.checkpoint import Checkpoints, model_record
 from psearch_jax.train.critic import build_critic, critic_learning, init_critic, without_lm_head
@@ -99,15 +98,6 @@ def test_it_starts_with_the_policys_weights_and_learns(lora):
         state, metrics = critic.update(state, batch)
         losses.append(metrics["loss"])
     assert losses[-1] < losses[0] and int(state.updates) == 8
-
-
-def test_a_critic_has_no_lm_head():
-    """Its parameters have no lm head."""
-    config = tiny_config(tied=False)
-    start = init_critic(random_params(config, seed=1), config, None, 0, one_device_mesh())
-    assert ("lm_head",) not in dict(nnx.to_flat_state(start))
-    trained = adapters.abstract_trained(decoder.abstract_params(config, values=True)[1], config, None)
-    assert jax.tree.structure(trained) == jax.tree.structure(start)
 
 
 def by_length(trajectories):

@@ -9,21 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilations import CompilationCounter
-from flax import nnx
 from helpers import make_learner, one_device_mesh, random_params, same_bits, tiny_config
 from programs import ROOT, completed
 
 from psearch_jax.config import Config, LearningSection
-from psearch_jax.models import decoder
-from psearch_jax.models.buckets import buckets, row_widths
-from psearch_jax.rl.batch import make_batch, micro_batches, mini_batches, padding
-from psearch_jax.rl.losses import policy_loss
-from psearch_jax.runtime.compiling import compile_all
+from psearch_jax.models.buckets import row_widths
+from psearch_jax.rl.batch import micro_batches, padding
 from psearch_jax.runtime.metrics import WEIGHT
-from psearch_jax.train.learner import token_logprobs
 from psearch_jax.train.state import init_state, make_optimizer
-from psearch_jax.types import MicroBatch, TrainBatch, Trajectory
+from psearch_jax.types import TrainBatch
 
 CONFIG = tiny_config()
 ROWS, S = 8, 16
@@ -73,21 +67,6 @@ def worst(a, b) -> float:
     return max(float(np.max(np.abs(np.asarray(x) - np.asarray(y))) / np.max(np.abs(np.asarray(y)))) for x, y in pairs)
 
 
-def test_logprobs_of_padded_rows_are_those_of_single_rows(tiny_tokenizer, params):
-    """With padding, an odd row count and several micro-batches."""
-    learner, _ = make_learner(tiny_tokenizer, CONFIG, S, temperature=0.7, micro_batch_rows=3)
-    batch = some_batch()
-    got = learner.score(params, batch)
-    assert got.shape == (ROWS, S) and not got[batch.mask == 0].any()
-    batch = replace(batch, mask=(np.arange(S) < batch.length[:, None]) * (np.arange(S) > 0).astype(np.float32))
-    got = learner.score(params, batch)
-    model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), params)
-    for row, n in ((0, batch.length[0]), (3, batch.length[3])):
-        logits = np.asarray(model.logits(model.hidden(batch.ids[row : row + 1, :n])[0], 0.7, tiny_tokenizer.size))[0]
-        table = np.asarray(jax.nn.log_softmax(logits, axis=-1))
-        np.testing.assert_allclose(got[row, 1:n], table[np.arange(n - 1), batch.ids[row, 1:n]], atol=1e-5)
-
-
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
 def test_neither_micro_batches_nor_shared_rows_change_anything(tiny_tokenizer, params, aggregation):
     """Gradients and log-probs depend on neither, for every aggregation."""
@@ -105,25 +84,6 @@ def test_neither_micro_batches_nor_shared_rows_change_anything(tiny_tokenizer, p
     for gradients, logprobs in results[1:]:
         assert worst(gradients, results[0][0]) < 2e-6
         np.testing.assert_allclose(logprobs, results[0][1], atol=1e-5)
-
-
-def test_the_gradient_is_that_of_the_complete_loss(tiny_tokenizer, params, learner):
-    """It equals jax.grad of loss total / count over the full batch."""
-    batch = on_policy(learner, params, some_batch())
-
-    @jax.jit
-    @jax.grad
-    def full_gradient(params):
-        model = nnx.merge(decoder.graphdef(CONFIG, jnp.float32), params)
-        place = np.arange(S, dtype=np.int32)
-        fields = {name: getattr(batch, name) for name in MicroBatch.__dataclass_fields__ if hasattr(batch, name)}
-        segments, positions = (place < batch.length[:, None]).astype(np.int32), np.tile(place, (ROWS, 1))
-        rows = jax.tree.map(jnp.asarray, MicroBatch(segments=segments, positions=positions, **fields))
-        logp, entropy = token_logprobs(model, rows, 1.0, tiny_tokenizer.size)
-        loss, _ = policy_loss(logp, entropy, rows.old_logprobs, rows, LearningSection(kl_coefficient=0.1), S)
-        return loss.total / loss.count
-
-    assert worst(learner.gradients(params, batch), full_gradient(params)) < 5e-6
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
@@ -180,18 +140,6 @@ def test_a_non_finite_update_is_skipped_and_counted(params, learner, fresh_state
     assert not same_bits(before[0], state.params)
 
 
-def test_copies_outlive_the_update(params, learner, fresh_state):
-    """`update` donates the weights, and reference and sampling copy do not change with them."""
-    state = fresh_state
-    reference, copy = learner.reference_copy(state.params), learner.sampling_copy(state.params)
-    before, batch = jax.device_get(state.params), on_policy(learner, params, some_batch())
-    scores = learner.score(params, batch)
-    state, _ = learner.update(state, batch)
-    assert same_bits(reference, before) and same_bits(copy, before) and same_bits(params, before)
-    moved = learner.score(state.params, batch) - scores
-    assert np.sum(moved * batch.advantage) > 0.1, "good actions become likelier"
-
-
 def test_the_rate_rises_stays_and_falls():
     """The rate rises linearly over the updates of the warm-up and falls to 0 over those of the decay."""
     learning = LearningSection(learning_rate=1e-3, warmup_ratio=0.5, decay_ratio=0.25, weight_decay=0.0)
@@ -203,30 +151,6 @@ def test_the_rate_rises_stays_and_falls():
         change, state = optimizer.update({"w": jnp.full(3, 0.1)}, state, weights)
         steps.append(-float(change["w"][0]))
     np.testing.assert_allclose(steps, np.array([1, 1.75, 2.5, 3.25, 4, 4, 4, 2]) * 1e-3 / 4, rtol=1e-3)
-
-
-def test_batches_keep_rows_in_lockstep():
-    """Mask, log-probs and advantages are at the positions of their tokens."""
-
-    def trajectory(n: int, status: str) -> Trajectory:
-        mask = np.arange(n) >= 4
-        return Trajectory(None, 0, status, (), np.arange(n, dtype=np.int32) + 1, mask, -mask.astype(np.float32), 4)
-
-    ts = [trajectory(9, "answered"), trajectory(7, "truncated"), trajectory(30, "answered")]
-    batch = make_batch(ts, np.array([2.0, -1.0, 0.5]), 64)
-    assert batch.ids.shape == (3, 64) and batch.length.tolist() == [9, 7, 30]
-    assert batch.mask.sum(1).tolist() == [5, 3, 26]
-    assert set(np.unique(batch.advantage[0])) == {0, 2}
-    np.testing.assert_array_equal(batch.sampler_logprobs[1, :7], ts[1].logprobs)
-    assert [p.length.tolist() for p in mini_batches(batch, 2)] == [[9, 7], [30]]
-
-
-def test_widths_are_multiples_of_what_a_kernel_needs():
-    """The last covers the longest row."""
-    assert buckets(64) == (16, 32, 48, 64) and buckets(50) == (16, 32, 48, 50) and buckets(16) == (16,)
-    assert buckets(256, 1) == (256,) and buckets(100, 2) == (64, 100) and buckets(1000) == (256, 512, 752, 1000)
-    assert row_widths(1000) == buckets(1000)
-    assert row_widths(6196) == (1536, 3072, 5120, 6656) and row_widths(6196, 1) == (6656,)
 
 
 @pytest.mark.parametrize("most", [None, 3, 1])
@@ -290,19 +214,6 @@ def test_an_update_that_computes_its_old_logprobs_itself(tiny_tokenizer, params,
     assert expected["logp_gap"] > 0.1 and ours["ratio"] == pytest.approx(1, abs=1e-6)
     assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert not own.needs_score and "logprobs" not in {program.name for program in own.programs()}
-
-
-def test_no_update_compiles_a_program(tiny_tokenizer, params):
-    """`programs` lists every program of a step in every width."""
-    learner, optimizer = make_learner(tiny_tokenizer, CONFIG, 32, kl_coefficient=0.1)
-    batches = [some_batch(8, seed, positions=32) for seed in (0, 1)]
-    state, reference = init_state(params, optimizer, one_device_mesh()), learner.reference_copy(params)
-    compile_all(learner.programs(reference))
-    counter = CompilationCounter()
-    for batch in batches:
-        batch = replace(batch, ref_logprobs=learner.reference_score(reference, batch))
-        state, _ = learner.update(state, on_policy(learner, state.params, batch))
-    assert counter.count == 0
 
 
 EIGHT = ROOT / "tests" / "support" / "eight_devices.py"

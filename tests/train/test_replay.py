@@ -101,17 +101,6 @@ def test_every_field_of_a_trajectory_is_recorded(tmp_path):
         recording.check_steps(0, 2)
 
 
-def test_replays_of_other_runs_are_refused(recorded, tmp_path):
-    """In one line."""
-    (tmp_path / "empty").mkdir()
-    for arguments, message in [
-        (replay_command(recorded, tmp_path / "new", seed=5), "000000.json.z: found no rollouts of question"),
-        (replay_command(tmp_path / "empty", tmp_path / "new"), "has no recorded rollouts, accepted: the directory"),
-    ]:
-        error = run(arguments, expect=2).stderr
-        assert message in error and "Traceback" not in error
-
-
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_a_damaged_recording_is_refused(recorded, tmp_path, damage):
     """In one line."""

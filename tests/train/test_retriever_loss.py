@@ -87,13 +87,6 @@ def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
         stop(server)
 
 
-def test_an_absent_retriever_stops_the_start(tiny_policy, tmp_path):
-    """In one line."""
-    fields = {"retrieval.url": "http://127.0.0.1:9/retrieve", "retrieval.retry_deadline_s": 0.5, **SEARCHING}
-    done = run(command(tmp_path, tiny_policy, 1, **fields), expect=2)
-    assert "no answer in 0 s" in done.stderr.strip().splitlines()[-1]
-
-
 @pytest.mark.weekly
 def test_a_retriever_lost_by_one_process_stops_them_all(tiny_policy, index, tmp_path):
     """All processes save the same step and exit with code 2."""

@@ -95,7 +95,6 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path):
     ("mesh", "devices", "expected"),
     [
         ({"rollout_tensor": 4}, 8, MeshSection(tensor=4)),
-        ({"rollout_tensor": 4}, 2, MeshSection()),
         ({"data": 2, "fsdp": 2}, 8, MeshSection()),
         ({"data": 2, "fsdp": 2, "tensor": 2}, 8, MeshSection(2, 2, 2)),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 
@@ -58,25 +57,18 @@ def test_a_stale_run_measures_its_staleness(straight):
     assert 0.5 < rows[-1]["effective_sample_size"] < 0.9999
 
 
-def test_a_killed_stale_run_resumes_to_the_bit(straight, tmp_path):
-    """Its checkpoint holds the rollouts in flight."""
-    process = start(command(tmp_path, "toy", STEPS, **STALE), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: (tmp_path / "checkpoints" / "3").is_dir(), process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    run(command(tmp_path, "toy", STEPS, **STALE))
-    assert_same_run(tmp_path, straight)
-
-
-def test_an_interrupted_stale_step_is_repeated(straight, tmp_path):
-    """After SIGTERM in the middle of a step, with the rollouts as they were before it."""
-    fields = {**STALE, "train.checkpoint_every_steps": 100}
-    process = start(command(tmp_path, "toy", STEPS, **fields), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    metrics = tmp_path / "metrics.jsonl"
-    wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 1, process)
-    os.kill(process.pid, signal.SIGTERM)
-    out, _ = process.communicate(timeout=300)
-    assert "the same command resumes" in out and not (tmp_path / "summary.json").exists()
+@pytest.mark.parametrize(
+    ("number", "every", "awaited"),
+    [(signal.SIGKILL, 1, "checkpoints/3"), (signal.SIGTERM, 100, "trajectories/000000.jsonl")],
+)
+def test_an_interrupted_stale_run_resumes_to_the_bit(straight, tmp_path, number, every, awaited):
+    """Its checkpoint holds the rollouts in flight, as they were before the interrupted step."""
+    fields = {**STALE, "train.checkpoint_every_steps": every}
+    process = start(command(tmp_path, "toy", STEPS, **fields), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for((tmp_path / awaited).exists, process)
+    process.send_signal(number)
+    process.wait(300)
+    assert not (tmp_path / "summary.json").exists()
     run(command(tmp_path, "toy", STEPS, **fields))
     assert_same_run(tmp_path, straight)
 

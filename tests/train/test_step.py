@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import numpy as np
 from runs import small_config
 
 from psearch_jax.assembly import build
-from psearch_jax.train.rollouts import collect_rollouts
 from psearch_jax.train.trainer import train_step
 from psearch_jax.types import RewardParts
 
@@ -61,15 +58,3 @@ def test_a_run_scores_at_the_temperature_that_it_samples_at(tiny_policy):
     """Sampler and trainer have the same log-probs at any temperature."""
     run = begin_run(tiny_policy, **{"rollout.temperature": 0.7})
     assert train_step(run, next(run.loader), 0)[0]["logp_gap"] < 1e-4
-
-
-def test_seed_and_step_are_in_the_keys_of_a_runs_rollouts(tiny_policy):
-    """Other seeds and steps give other rollouts, equal ones the same."""
-    sampled, questions = [], None
-    for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0)):
-        run = build.training_run(replace(small_config(tiny_policy), seed=seed))
-        run.begin()
-        questions = questions or next(run.loader)
-        sampled.append([t.ids.tolist() for t in collect_rollouts(run, questions, step, {}).trajectories])
-    first, later, other, again = sampled
-    assert first == again and first != later and first != other and later != other

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +20,7 @@ from psearch_jax.models import decoder, hf
 from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
-from psearch_jax.train.monitoring import alarms, validation
+from psearch_jax.train.monitoring import alarms
 from psearch_jax.train.trainer import train_step
 from psearch_jax.types import UserError
 
@@ -69,19 +66,6 @@ def test_no_step_after_the_first_compiles(tiny_policy):
     assert counter.count == 0
 
 
-def test_errors_of_rewards_are_not_those_of_the_disk(tiny_policy, tmp_path):
-    """They are raised as they are."""
-    parts, error = build.training_run(small_config(tiny_policy)), FileNotFoundError(2, "absent", "/nonexistent/judge")
-
-    def judge(_):
-        raise error
-
-    parts.reward = judge
-    with pytest.raises(FileNotFoundError) as raised:
-        trainer.train(parts, tmp_path)
-    assert raised.value is error
-
-
 def test_half_a_line_of_metrics_before_the_first_checkpoint(tiny_policy, tmp_path, caplog):
     """The run starts again at step 0."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 1}\n{"step": 1, "rew')
@@ -102,21 +86,6 @@ def test_a_checkpoint_of_another_architecture_is_refused(tiny_policy, tmp_path):
     with pytest.raises(UserError, match="another architecture"):
         keeper.restore(replace(parts.state, params=other))
     keeper.close()
-
-
-def test_everything_missing_is_listed_at_once(tmp_path):
-    """One line for each, with the command that creates it."""
-    done = run(
-        [sys.executable, "launch/train.py", "--config=configs/qwen7b.py", f"--workdir={tmp_path / 'w'}"]
-        + ["--config.model.path=/nowhere/qwen"],
-        expect=2,
-    )
-    headline, *needs = done.stderr.strip().splitlines()
-    assert headline == "train: this run needs:" and len(needs) == 3
-    parts = ("config.model.path=/nowhere/qwen", "config.data.source", "config.retrieval.index")
-    assert all(need.startswith(f"  - {part}") for need, part in zip(needs, parts, strict=True))
-    assert "build_index.py" in needs[2]
-    assert not (tmp_path / "w").exists()
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(tiny_policy, tmp_path):
@@ -146,16 +115,6 @@ def test_a_run_stops_after_updates_that_are_not_finite(tiny_policy, tmp_path, mo
     assert (row["skipped"], row["nonfinite_in_a_row"]) == (1, 1)
     causes = [parts.learner.nonfinite_cause({"nonfinite_param": index}) for index in (-1, 0)]
     assert causes == ["in the loss or the gradient's norm", "first in the gradient of embedding"]
-
-
-def test_the_greedy_figures_are_greedy(tmp_path, monkeypatch):
-    """With a temperature there are figures at that temperature and greedy ones."""
-    monkeypatch.setattr(validation, "evaluate_policy", lambda run, temperature: {"all": {"at": temperature}})
-    config = from_mapping({"eval": {"temperature": 0.7}})
-    run = SimpleNamespace(config=config, evaluation=[1], phase=lambda _: nullcontext())
-    evaluations = validation.evaluate_once(run, tmp_path / "before.json", policy_unchanged=True)
-    assert evaluations == {"": {"all": {"at": 0.7}}, "_greedy": {"all": {"at": 0.0}}}
-    assert validation.evaluate_once(run, tmp_path / "before.json", policy_unchanged=False) == evaluations
 
 
 @pytest.mark.slow
