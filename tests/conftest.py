@@ -152,13 +152,9 @@ def browser(tmp_path_factory):
         pytest.skip("no chromium and chromedriver on this machine")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    names = "no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-component-update"
-    for name in (
-        *names.split(),
-        "disable-sync",
-        "headless=new",
-        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
-    ):
+    names = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-sync"
+    profile = f"user-data-dir={tmp_path_factory.mktemp('profile')}"
+    for name in (*names.split(), "disable-component-update", profile):
         options.add_argument(f"--{name}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import random_params, tiny_config
-from jax.sharding import NamedSharding, PartitionSpec
 from test_attention import plain
 
-from psearch_jax.config import PRESETS, MeshSection
 from psearch_jax.models import decoder, ragged
 from psearch_jax.models.attention import cached
 from psearch_jax.models.backend import Backend
 from psearch_jax.models.kv_cache import KVCache
-from psearch_jax.sharding import make_mesh
 
 LAYERS, LAYER, H = 3, 1, 128
 BOUNDS = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
@@ -110,36 +107,3 @@ def test_a_model_that_attends_with_it(monkeypatch, T, cache_form):
         assert "cumsum" in str(traced) and "cumsum" not in str(layers.params["jaxpr"])
     for x, y in zip(*(jax.tree.leaves(jax.jit(run(b))(ids, cache, start)) for b in (backend, Backend())), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("T", [1, 1000])
-def test_the_kernel_compiles_for_tpus(T):
-    """It fits into a core's memory and copies neither the cache nor its rows."""
-    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'jax[tpu]'")
-    from psearch_jax.planning.targets import tpu_target
-
-    B, S, R = 32, 6208, 32 if T == 1 else 8
-    for topology, size, tensor in (("v5e:2x2", "7b", 4), ("v6e:2x2", "14b", 1)):
-        devices = tpu_target(topology).devices
-        shape, mesh, rows = PRESETS[size], make_mesh(MeshSection(1, -1, tensor), devices), ("data", "fsdp")
-
-        def struct(sizes, *axes, dtype=jnp.bfloat16, mesh=mesh):
-            return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
-
-        def attend(q, k, v, cache, layer, start, chosen):
-            work = ragged.list_work(start, cache, T, q.shape[2])
-            return ragged.attend(q, k, v, cache, layer, start, None if T == 1 else chosen, work)
-
-        own, kept = (
-            struct(s, *a, rows, "tensor")
-            for s, a in (((R, shape.kv_heads, T, H), ()), ((LAYERS, B, shape.kv_heads, S, H), (None,)))
-        )
-        numbers = struct((R,), rows, dtype=jnp.int32)
-        q = struct((R, T, shape.heads, H), rows, None, "tensor")
-        with jax.set_mesh(mesh):
-            arguments = q, own, own, KVCache(kept, kept), struct((), dtype=jnp.int32), numbers, numbers
-            compiled = jax.jit(attend).lower(*arguments).compile()
-        queries = R * T * shape.heads * H * 2 // len(devices)
-        assert compiled.memory_analysis().temp_size_in_bytes < max(2**22, 5 * queries), size
-        assert "all-gather" not in compiled.as_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import make_sampler, one_device_mesh, random_params, started, tiny_config, training_config
-from programs import ROOT
-from runs import SMALL, metrics_without_clocks, small_config
+from runs import metrics_without_clocks, small_config
 
 from psearch_jax.assembly import build
-from psearch_jax.config import Config, Lora, from_mapping
+from psearch_jax.config import Lora
 from psearch_jax.eval.benchmarks import PAIRS
 from psearch_jax.models import lora
 from psearch_jax.rollout.collect import Collector
@@ -44,18 +42,6 @@ def no_warm_up(monkeypatch):
     monkeypatch.setattr(trainer, "compile_all", lambda _: None)
 
 
-def colab(policy: Path) -> Config:
-    """configs/colab.py (float16 sampling, float32 training) with small budgets and the closed world."""
-    sys.path.insert(0, str(ROOT / "configs"))
-    values = __import__("colab").get_config().to_dict()
-    small = {**SMALL, **BRIEF, "rollout.samples": 4, "learning.mini_batch_rollouts": 16}
-    small |= {"data.source": "closed_world", "data.template": "toy", "data.world_questions": 200}
-    for name, value in {**small, "model.path": str(policy)}.items():
-        section, _, field = name.partition(".")
-        values[section][field] = value
-    return from_mapping(values)
-
-
 def by_parity(trajectories: Sequence[Trajectory]) -> list[RewardParts]:
     """A reward that a random policy sometimes earns; without one there would be no gradient."""
     return [RewardParts(float(t.ids.sum() % 2), 0.0, 0.0, 0.0) for t in trajectories]
@@ -73,16 +59,17 @@ def check_run(workdir: Path, summary: dict, bound: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", ["bfloat16", "colab"])
-def test_a_run_in_sixteen_bits(settings, tiny_policy, tmp_path, no_warm_up):
+@pytest.mark.parametrize(
+    ("dtype", "sampled", "bound"), [("bfloat16", "bfloat16", 0.02), ("float32", "float16", 0.003)]
+)
+def test_a_run_in_sixteen_bits(dtype, sampled, bound, tiny_policy, tmp_path, no_warm_up):
     """In the dtypes of accelerators float32 parameters learn, and no update is skipped."""
-    changes = {"model.dtype": "bfloat16", "model.sampling_dtype": "bfloat16"}
-    config = colab(tiny_policy) if settings == "colab" else small_config(tiny_policy, **{**BRIEF, **changes})
-    run = build.training_run(config)
+    fields = {**BRIEF, "model.dtype": dtype, "model.sampling_dtype": sampled}
+    run = build.training_run(small_config(tiny_policy, **fields))
     run.reward = by_parity
     run.begin()
     assert {x.dtype.name for x in jax.tree.leaves(run.state.params)} == {"float32"}
-    check_run(tmp_path, trainer.train(run, tmp_path), 0.003 if settings == "colab" else 0.02)
+    check_run(tmp_path, trainer.train(run, tmp_path), bound)
 
 
 @pytest.mark.slow

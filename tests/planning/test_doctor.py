@@ -1,6 +1,7 @@
 """launch/doctor.py reports every item that a run needs and lacks before it starts, with a fix for each."""
 
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from psearch_jax.config import from_mapping
 from psearch_jax.planning import doctor
 from psearch_jax.planning.doctor import examine
 from psearch_jax.runtime.accelerators import GIB
+from psearch_jax.runtime.paths import TOY_POLICY
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.types import UserError
 
@@ -54,6 +56,12 @@ def test_every_missing_input_has_a_line_and_a_fix(tmp_path):
     for name in ("config.model.path", "config.data.source", "config.retrieval.index"):
         assert sum(line.startswith(f"FIX   config     {name}") for line in text.splitlines()) == 1, text
     assert "hf download" in text and "build_index.py" in text and "--config.mesh.tensor=1" in text
+
+
+def test_an_incomplete_model_is_seen(tmp_path):
+    shutil.copytree(TOY_POLICY, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "model-00001-of-00002.safetensors")
+    assert "1 of 2 files of weights" in wrong(findings(config(model={"path": str(tmp_path / "model")}), tmp_path))
 
 
 def test_a_retriever_that_does_not_answer_is_seen(tmp_path):

@@ -206,7 +206,8 @@ def test_decoding_neither_gathers_weights_nor_copies_the_cache(target):
     assert "while" in text and not collectives_in_loops(text, 2**18), "weights or logits are gathered for each token"
     positions = str(state.cache.v.shape[-2])
     assert not [line for line in collectives_in_loops(text, 2**20, "copy") if positions in line]
-    plan = make_plan(config, target, names=())
+    plan = make_plan(config, target, names=("extend",))  # whose kernel takes many queries
+    assert plan.fits
     held = plan.resident["sampling_copy"] + 1.2 * plan.resident["sampler_state"]
     assert compiled.memory_analysis().peak_memory_in_bytes < held, "a copy of the cache would make it 2"
 

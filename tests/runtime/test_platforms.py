@@ -13,10 +13,9 @@ from psearch_jax.runtime.memory import available_memory
 @pytest.mark.parametrize(
     ("gpus", "several", "flags", "expected"),
     [
-        (0, True, "", ""),
         (1, False, "", ""),
         (1, True, "", f"--{platforms.OVERLAP}=true"),
-        (8, False, "--xla_dump_to=x", f"--xla_dump_to=x --{platforms.OVERLAP}=true"),
+        (8, False, "--x=y", f"--x=y --{platforms.OVERLAP}=true"),
         (8, True, f"--{platforms.OVERLAP}=false", f"--{platforms.OVERLAP}=false"),
     ],
 )
