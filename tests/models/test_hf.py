@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import QWEN3, one_device_mesh, random_params, tiny_config
+from helpers import QWEN3, by_name, one_device_mesh, random_params, same_bits, tiny_config
 from safetensors.numpy import load_file, save_file
 
 from psearch_jax.models import decoder
@@ -21,10 +21,8 @@ EXPORTS = ["one-file", "sharded", "sharded-qwen3"]
 
 
 def assert_equal_params(a, b) -> None:
-    flat_a, flat_b = dict(nnx.to_flat_state(a)), dict(nnx.to_flat_state(b))
-    assert flat_a.keys() == flat_b.keys()
-    for path in flat_a:
-        np.testing.assert_array_equal(flat_a[path].get_value(), flat_b[path].get_value(), err_msg=str(path))
+    ours, theirs = by_name(a), by_name(b)
+    assert ours.keys() == theirs.keys() and same_bits(ours, theirs)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import QWEN3, random_params, tiny_config
+from helpers import QWEN3, by_name, random_params, tiny_config
 from runs import command, final_params, run, small_config
 
 from psearch_jax.assembly import build
@@ -134,9 +134,9 @@ def test_a_run_with_adapters_is_exported_and_evaluated(tiny_policy, tmp_path):
 
     run([sys.executable, "launch/export_hf.py", f"--checkpoint={full}", f"--out={tmp_path / 'hf'}"])
     exported = hf.load_hf(tmp_path / "hf")[1]
-    flat = {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(exported)}
+    flat = by_name(exported)
     ours = final_params(full)
-    base = {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(hf.load_hf(tiny_policy)[1])}
+    base = by_name(hf.load_hf(tiny_policy)[1])
     assert all(np.array_equal(ours[name], base[name]) for name in base)
     changed = {name for name in base if not np.array_equal(flat[name], base[name])}
     assert changed == {f"layers.{name}" for name in lora.KERNELS}
@@ -158,7 +158,7 @@ def test_a_run_with_adapters_is_exported_and_evaluated(tiny_policy, tmp_path):
         (step / "loop" / "metadata").write_text(json.dumps(written))
 
     rewrite_record({}, path="/nowhere/base")
-    again = {".".join(path): v.get_value() for path, v in nnx.to_flat_state(checkpoint.load_params(step)[1])}
+    again = by_name(checkpoint.load_params(step)[1])
     assert all(np.array_equal(again[name], base[name]) for name in base)
     rewrite_record({}, path="/nowhere/base", name="/nowhere/either")
     with pytest.raises(UserError, match="/nowhere/base, which does not exist"):

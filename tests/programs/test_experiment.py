@@ -56,7 +56,6 @@ def record_of(ems: dict[str, float]) -> dict:
                 "b | held-out/parallel | em | 2 | 2 | +0.100 | +0.100 to +0.100 |",
             ],
         ),
-        ({"a/0/0": 0.5, "a/0/1": 0.9}, ["arm | seeds | runs |", "a | 2 | 2 | .700 (.000-1.000) |"]),
         (  # the seeds of a cold start are averaged before the interval
             {f"a/{start}/{seed}": em for start, em in enumerate((0.5, 0.9)) for seed in range(5)},
             ["arm | cold starts | runs |", "a | 2 | 10 | .700 (.000-1.000) |", "chance level |  |  | .400 |"],

@@ -90,18 +90,9 @@ def as_trajectory(reference, rollout, group=0, sample=0) -> Trajectory:
 
 
 def config_of(reference) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_rows=len(reference.VOCABULARY),
-        width=reference.WIDTH,
-        layers=reference.LAYERS,
-        heads=reference.HEADS,
-        kv_heads=reference.KV_HEADS,
-        head_dim=reference.HEAD_DIM,
-        mlp=reference.MLP,
-        tied=True,
-        rope_theta=reference.ROPE_THETA,
-        rms_eps=reference.RMS_EPS,
-    )
+    names = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp", "rope_theta", "rms_eps")
+    fields = {name: getattr(reference, name.upper()) for name in names}
+    return DecoderConfig(vocab_rows=len(reference.VOCABULARY), tied=True, **fields)
 
 
 def as_example_params(params: nnx.State) -> dict:

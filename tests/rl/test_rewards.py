@@ -12,16 +12,13 @@ from psearch_jax.rl.compat import compat_score, valid_transcript
 from psearch_jax.rl.rewards import PaperReward, paper_reward
 from psearch_jax.train.rollouts import compute_advantages
 from psearch_jax.types import Question, Trajectory, Turn
-from retrieval.protocol import Passage
 
 WEIGHTS = RewardSection()  # format 0.1, final_format 0, decomposition 0.15, search_count 0.35
 
 
-def trajectory(kind, searches, answer, well_formed=True, initial=False):
+def trajectory(kind, searches, answer, well_formed=True):
     """One turn per entry of `searches` (its number of sub-queries; 0: no search ran), then the answer, if any."""
     turns = []
-    if initial:
-        turns.append(Turn("", "search", True, ("the question",), ((Passage("1", "t", "x"),),), n_sampled=0))
     for n in searches:
         turns.append(Turn("", "search" if n else "none", n > 0, tuple(f"q{i}" for i in range(n)), n_sampled=9))
     if answer is not None:
@@ -36,7 +33,6 @@ def trajectory(kind, searches, answer, well_formed=True, initial=False):
 CASES = [
     # Outcome and format, on a parallel question split in one search: decomposition 3 * .15, search count .35.
     ("parallel", [2], "Ada Lovelace", True, (1, 0, 0.45, 0.35)),
-    ("parallel", [2], "the ADA.", True, (1, 0, 0.45, 0.35)),
     ("parallel", [2], "Ada", False, (1, -0.1, 0.45, 0.35)),
     ("parallel", [2], "Alan", True, (0, 0.1, 0.45, 0.35)),
     ("parallel", [2], "Alan", False, (0, 0, 0.45, 0.35)),
@@ -50,14 +46,12 @@ CASES = [
     # Number of searches of a parallel question: .35 * (1 - |n - 1|).
     ("parallel", [], "Ada", True, (1, 0, 0, 0)),
     ("parallel", [2, 1, 1], "Ada", True, (1, 0, 0.45, -0.35)),
-    ("parallel", [2, 1, 1, 1], "Ada", True, (1, 0, 0.45, -0.7)),
     # Sequential: .15 for not splitting, .35 * (1 - max(0, 2 - n)).
     ("sequential", [1, 1], "Ada", True, (1, 0, 0.15, 0.35)),
     ("sequential", [1, 1, 1, 1], "Ada", True, (1, 0, 0.15, 0.35)),
     ("sequential", [1], "Ada", True, (1, 0, 0.15, 0)),
     ("sequential", [], "Ada", True, (1, 0, 0.15, -0.35)),
     ("sequential", [2, 1], "Ada", True, (1, 0, 0, 0.35)),
-    ("sequential", [1, 2], "Ada", True, (1, 0, 0.15, 0.35)),
     ("sequential", [2], None, True, (0, 0, 0, 0)),
     # Single: .15 for not splitting, .35 * (1 - |n - 1|).
     ("single", [1], "Ada", True, (1, 0, 0.15, 0.35)),
@@ -146,13 +140,6 @@ def test_a_rollout_without_an_answer_pays_for_it(tiny_tokenizer):
             for penalty in (0.0, 0.3)
         )
         assert [b.total - a.total for a, b in zip(free, charged, strict=True)] == pytest.approx([0, -0.3])
-
-
-def test_initial_search_is_not_counted():
-    """The initial search is not the policy's action."""
-    for kind, searches in [("parallel", [2]), ("sequential", [1]), ("single", [])]:
-        plain = paper_reward(trajectory(kind, searches, "Ada"), WEIGHTS)
-        assert paper_reward(trajectory(kind, searches, "Ada", initial=True), WEIGHTS) == plain
 
 
 # --- compat ---

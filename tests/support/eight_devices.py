@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from helpers import QWEN3, extend, random_params, same_bits, started, tiny_config, training_config
+from helpers import QWEN3, by_name, extend, random_params, same_bits, started, tiny_config, training_config
 
 from psearch_jax.config import DecoderConfig, Lora, MeshSection
 from psearch_jax.models import attention, decoder, lora, ragged
@@ -203,11 +203,6 @@ def check_regrouped(data: int, fsdp: int, tensor: int, sampler_tensor: int) -> N
     program = copy.program(attach_shardings(weights, param_shardings(weights, STORAGE, mesh)))
     shape = ",".join(map(str, weights["layers"]["up_kernel"].get_value().shape))
     assert f"f32[{shape}]" not in program.compile(0).as_text(), "a device holds a complete kernel"
-
-
-def by_name(state: nnx.State) -> dict[str, np.ndarray]:
-    flat = nnx.to_flat_state(state)
-    return {"/".join(path): np.asarray(jax.device_get(v.get_value())) for path, v in flat}
 
 
 def main(sizes: str, out: str) -> None:

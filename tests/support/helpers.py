@@ -23,7 +23,7 @@ from psearch_jax.config import (
 from psearch_jax.models import decoder
 from psearch_jax.models.backend import choose_backend
 from psearch_jax.rollout import sampling
-from psearch_jax.rollout.boundary import BoundaryTables, build_tables
+from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplerOptions, SamplerState, choose_at_random
@@ -61,10 +61,6 @@ def one_device_mesh() -> Mesh:
     return make_mesh(MeshSection(1, 1, 1), jax.devices()[:1])
 
 
-def tables_for(tokenizer: Tokenizer, config: DecoderConfig) -> BoundaryTables:
-    return build_tables(tokenizer.token_bytes, config.vocab_rows)
-
-
 def make_sampler(
     tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None = None, cls=Sampler, unstack="never", **options
 ):
@@ -74,7 +70,7 @@ def make_sampler(
     return cls(
         graph=decoder.graphdef(config, settings.dtype, backend=backend, lora=settings.lora),
         config=config,
-        tables=tables_for(tokenizer, config),
+        tables=build_tables(tokenizer.token_bytes, config.vocab_rows),
         n_ids=tokenizer.size,
         stop_ids=sorted(tokenizer.stop_ids),
         mesh=mesh,
@@ -170,6 +166,11 @@ def make_learner(tokenizer: Tokenizer, model: DecoderConfig, context_tokens: int
     config = training_config(context_tokens, temperature, **learning)
     optimizer = make_optimizer(config.learning, 10)
     return Learner(config, model, optimizer, one_device_mesh(), tokenizer.size), optimizer
+
+
+def by_name(state: nnx.State) -> dict[str, np.ndarray]:
+    """The arrays of a state by their paths, such as `layers.q_kernel`."""
+    return {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(state)}
 
 
 def same_bits(ours, theirs) -> bool:

@@ -8,12 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from flax import nnx
-from helpers import same_bits
+from helpers import by_name, same_bits
 from programs import Program, completed, wait_until
 
 from psearch_jax.config import Config, from_mapping
@@ -56,8 +54,7 @@ def metrics_without_clocks(workdir: Path) -> list[dict]:
 
 
 def final_params(workdir: Path) -> dict[str, np.ndarray]:
-    _, params, _ = checkpoint.load_params(checkpoint.find_checkpoint(workdir))
-    return {".".join(path): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(params)}
+    return by_name(checkpoint.load_params(checkpoint.find_checkpoint(workdir))[1])
 
 
 def assert_same_run(workdir: Path, other: Path) -> None:
@@ -105,6 +102,7 @@ def small_config(policy: Path, **fields) -> Config:
 # ---- several processes ----
 
 SEVERAL = {"rollout.search_turns": 2, "eval.questions_per_kind": 0, "learning.mini_batch_rollouts": 8}
+SEVERAL |= {"train.prompts": 8}
 
 
 def free_port() -> int:
@@ -119,16 +117,13 @@ def start(arguments: list[str], devices: int = 1, **streams) -> Program:
     return Program(arguments, environment, **streams)
 
 
-def start_run(
-    count: int, devices: int, workdir: Path, policy: Path, steps: int, each: Sequence[dict] = (), **fields
-) -> list[Program]:
-    """Starts the processes of one run over count x devices devices; `each`: config fields of single processes."""
+def start_run(count: int, devices: int, workdir: Path, policy: Path, steps: int, **fields) -> list[Program]:
+    """Starts the processes of one run over count x devices devices."""
     several = [f"--coordinator=127.0.0.1:{free_port()}", f"--processes={count}"] if count > 1 else []
     started = []
     for i in range(count):
-        own = {**SEVERAL, "train.prompts": 8, **fields, **(each[i] if each else {})}
         number = [f"--process={i}"] if several else []
-        started.append(start([*command(workdir, policy, steps, **own), *several, *number], devices))
+        started.append(start([*command(workdir, policy, steps, **SEVERAL | fields), *several, *number], devices))
     return started
 
 

@@ -9,10 +9,9 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from programs import ROOT, Program
-from runs import command, ended, final_params, metrics_without_clocks, run, start, start_run, wait_for
+from runs import command, final_params, metrics_without_clocks, run, start, wait_for
 
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
-from psearch_jax.train.checkpointing.checkpoint import find_checkpoint
 from retrieval.corpus import MemoryMappedCorpus, write_corpus
 from retrieval.encoders.hashing import HashingEncoder
 from retrieval.indexing.directory import build_index
@@ -85,23 +84,3 @@ def test_a_run_outlives_its_retriever(tiny_policy, index, tmp_path):
         assert metrics_without_clocks(lost) == metrics_without_clocks(tmp_path / "whole")
     finally:
         stop(server)
-
-
-@pytest.mark.weekly
-def test_a_retriever_lost_by_one_process_stops_them_all(tiny_policy, index, tmp_path):
-    """All processes save the same step and exit with code 2."""
-    servers = [serve(index) for _ in range(2)]
-    try:
-        each = [{"retrieval.url": url} for _, url in servers]
-        fields = {**SEARCHING, "retrieval.retry_deadline_s": 1.0, "train.checkpoint_every_steps": 1000}
-        started = start_run(2, 1, tmp_path, tiny_policy, 1000, each, **fields)
-        wait_for(lambda: rows(tmp_path) >= 2, started[0])
-        stop(servers[1][0])
-        results = ended(started, 120)
-    finally:
-        for server, _ in servers:
-            if server.poll() is None:
-                stop(server)
-    assert [code for code, _, _ in results] == [2, 2], [err[-2000:] for _, _, err in results]
-    assert "process 1 of 2: " in results[0][2] and "saved after step" in results[0][2]
-    assert find_checkpoint(tmp_path).name == str(rows(tmp_path))
