@@ -10,16 +10,7 @@ import numpy as np
 import pytest
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, YEAR_OF, ClosedWorld
-from psearch_jax.closed_world.names import (
-    HEADS,
-    MIDDLES,
-    TAILS,
-    change_syllable,
-    draw_names,
-    draw_renaming,
-    head,
-    is_new,
-)
+from psearch_jax.closed_world.names import HEADS, MIDDLES, TAILS, draw_names, draw_renaming, head, is_new
 from psearch_jax.closed_world.question_forms import KNOWN_ENTITIES, kind_counts, known_questions, questions
 from psearch_jax.closed_world.scripted import Mixture, plan
 from psearch_jax.closed_world.wordings import FORMS
@@ -57,14 +48,6 @@ def test_world_does_not_drift(world):
     assert hashlib.sha256(json.dumps(every_form).encode()).hexdigest()[:16] == "e10c33e620128321"
 
 
-def test_world_is_a_function_of_its_seed(world):
-    """Equal seeds give equal worlds and questions, other seeds others."""
-    assert ClosedWorld.make(0) == world
-    assert ClosedWorld.make(1).passages != world.passages
-    first, again = (questions(world, "eval", "parallel", 50, seed=3) for _ in range(2))
-    assert first == again != questions(world, "eval", "parallel", 50, seed=4)
-
-
 def test_kinds_sum_to_the_questions_asked_for():
     """Counts of kinds sum to the total and are never negative; shares above 1 are refused."""
     for total in (1, 2, 3, 7, 103, 2003, 4000):
@@ -73,17 +56,6 @@ def test_kinds_sum_to_the_questions_asked_for():
             assert sum(counts.values()) == total and min(counts.values()) >= 0
     with pytest.raises(UserError, match="sum to more than 1"):
         kind_counts(7, {"parallel": 0.9, "sequential": 0.9})
-
-
-def test_every_fact_has_a_passage(world):
-    """Every passage states one fact; entities with the same name have other attributes."""
-    assert len(world.passages) == sum(len(ATTRIBUTES[e.kind]) for e in world.entities)
-    texts = [p.text for p in world.passages]
-    assert all(re.fullmatch(r"The [a-z ]+ of [A-Z][a-z]{6} is ([A-Z][a-z]{6}|19\d\d)\.", text) for text in texts)
-    subjects = [text.split(" is ")[0] for text in texts]
-    assert len(set(subjects)) == len(subjects)
-    assert len({e.name for e in world.entities}) < len(world.entities), "some names are shared"
-    assert len({p.id for p in world.passages}) == len(world.passages)
 
 
 def test_held_out_entities_and_wordings_stay_out_of_training(world):
@@ -111,24 +83,18 @@ def test_held_out_entities_and_wordings_stay_out_of_training(world):
 
 
 def test_renaming_changes_names_and_nothing_else(world):
-    """Syllables are permuted among themselves, new names stay new, and a changed name differs in one syllable."""
+    """Syllables are permuted among themselves, and new names stay new."""
     ids = [range(10, 90), range(90, 150), range(150, 230)]
     first, second = (draw_renaming(np.random.default_rng(seed), ids, 240) for seed in (0, 1))
     assert sorted(first) == list(range(240)) and (first != second).sum() > 150
     assert (first[:10] == np.arange(10)).all() and (first[230:] == np.arange(230, 240)).all()
     assert all(set(first[list(group)]) == set(group) for group in ids)
-    fresh = ClosedWorld.make(0, names="new")
-    assert all(is_new(e.name) for e in fresh.entities) and not any(is_new(e.name) for e in world.entities)
     rng = np.random.default_rng(0)
     for which in ("known", "new"):
         for name in draw_names(rng, 50, which):
             places = [HEADS.index(name[:2]), MIDDLES.index(name[2:4]), TAILS.index(name[4:])]
             moved = first[[group[at] for group, at in zip(ids, places, strict=True)]]
             assert is_new(HEADS[moved[0] - 10] + MIDDLES[moved[1] - 90] + TAILS[moved[2] - 150]) == (which == "new")
-    for name in draw_names(rng, 50, "known"):
-        other = change_syllable(rng, name)
-        parts = [(name[a:b], other[a:b]) for a, b in ((0, 2), (2, 4), (4, 7))]
-        assert sum(a != b for a, b in parts) == 1 and not is_new(other)
 
 
 def test_answers_follow_from_passages(world):
@@ -159,14 +125,7 @@ def test_answers_follow_from_passages(world):
 
 def test_bad_requests_are_refused(world):
     """A request that cannot be met is one line."""
-    for arguments, words in (
-        (("test", "single", 1, 0), "split 'test'"),
-        (("eval", "bridge", 1, 0), "kind 'bridge'"),
-        (("eval", "single", 1, 0, ["first"]), "not of kind"),
-    ):
-        with pytest.raises(UserError, match=words):
-            questions(world, *arguments)
+    with pytest.raises(UserError, match="not of kind"):
+        questions(world, "eval", "single", 1, 0, ["first"])
     with pytest.raises(UserError, match="500 eval questions of kind 'single' asked"):
         questions(ClosedWorld.make(0, persons=30, films=30, cities=30), "eval", "single", 500, 0, ["year"])
-    with pytest.raises(UserError, match="at least 30"):
-        ClosedWorld.make(0, persons=3)

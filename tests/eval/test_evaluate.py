@@ -30,7 +30,7 @@ from psearch_jax.eval.evaluate import (
 from psearch_jax.eval.scores import group_by_kind, score, summarise
 from psearch_jax.models import lora
 from psearch_jax.rollout.sampling import id_words, row_keys
-from psearch_jax.types import Question, RewardParts, Trajectory, Turn, UserError
+from psearch_jax.types import Question, Trajectory, Turn, UserError
 
 
 def search(*queries, n=5):
@@ -47,25 +47,6 @@ SPLIT = Trajectory(
     np.zeros(3, np.float32),
     3,
 )
-
-
-# ---- rows ----
-
-
-def test_row_holds_what_was_done():
-    """A row is valid JSON with everything that a reader needs to follow the rollout."""
-    row = json.loads(json.dumps(trajectory_row(SPLIT, RewardParts(1.0, -0.1, 0.45, 0.35), 7)))
-    parts = {"outcome": 1, "format": -0.1, "decomposition": 0.45, "search_count": 0.35}
-    assert row["reward"] == pytest.approx(parts | {"critical_path": 0, "unfinished": 0, "total": 1.7})
-    fields = {key: row[key] for key in ("question_id", "kind", "sample", "step", "status")}
-    assert fields == {"question_id": "0", "kind": "parallel", "sample": 0, "step": 7, "status": "answered"}
-    passages = [[{"id": "p0", "title": "Ada Lovelace"}]] * 2
-    assert row["turns"][0] == {"text": "<search>", "queries": ["a", "b"], "passages": passages, "n_sampled": 5}
-    assert (row["ids"], row["mask"], row["logprobs"]) == ([0, 0, 0], [0, 0, 0], [0.0, 0.0, 0.0])
-    assert trajectory_row(SPLIT, None, 0)["reward"] == {}
-
-
-# ---- the real engine ----
 
 
 def scripted(tokenizer, texts, rollout):
@@ -97,9 +78,6 @@ def test_evaluation_runs_the_training_engine(tiny_tokenizer):
     assert len(row["ids"]) == len(row["mask"]) == len(row["logprobs"]) > 0
     assert sum(row["mask"]) == sum(turn["n_sampled"] for turn in row["turns"])
     assert [p["title"] for p in row["turns"][0]["passages"][1]][0] == "Alan Turing"
-
-
-# ---- resuming ----
 
 
 def test_parts_are_not_done_twice(tmp_path):

@@ -38,17 +38,9 @@ def test_the_best_are_kept_once_each():
 
 
 def command(out: Path, *more: str) -> list[str]:
-    return [
-        "launch/sample.py",
-        "--model=toy",
-        "--config=configs/smoke.py",
-        "--questions=closed_world",
-        "--samples=4",
-        "--config.rollout.slots=16",
-        "--config.rollout.num_buckets=1",
-        f"--out={out}",
-        *more,
-    ]
+    flags = ["--model=toy", "--config=configs/smoke.py", "--questions=closed_world", "--samples=4"]
+    rollout = ["--config.rollout.slots=16", "--config.rollout.num_buckets=1"]
+    return ["launch/sample.py", *flags, *rollout, f"--out={out}", *more]
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +63,11 @@ def test_rows_are_rollouts_with_their_reward(sampled):
     assert refused.returncode == 2 and "exists already" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--index=x", "found x with the closed world"),
-        ("--min_reward=nan", "--min_reward=nan: accepted: a finite number"),
-        ("--config.rollout.temperature=2", "which has no effect on these rollouts: --temperature"),
-    ],
-)
-def test_flags_without_effect_are_refused(tmp_path, flag, message):
+def test_flags_without_effect_are_refused(tmp_path):
     """A flag that would have no effect is refused before anything is written."""
-    done = completed([sys.executable, *command(tmp_path / "out.jsonl", flag)])
-    assert done.returncode == 2 and message in done.stderr and not list(tmp_path.iterdir()), done.stderr[-3000:]
+    done = completed([sys.executable, *command(tmp_path / "out.jsonl", "--config.rollout.temperature=2")])
+    assert done.returncode == 2 and "which has no effect on these rollouts: --temperature" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_call_resumes(sampled, tmp_path):

@@ -52,9 +52,6 @@ DIRECT = scored(answer("the ada  lovelace!"), kind="single", id=3)  # 1, 1, no, 
 FOUR = [SPLIT, SLOW, LOST, DIRECT]
 
 
-# ---- figures ----
-
-
 def test_summary_by_hand():
     """Means over trajectories, the published rule of the first search, and counts of distinct questions."""
     means = {"em": 0.5, "f1": round((1 + 2 / 3 + 0 + 1) / 4, 6), "decomposition_ratio": 0.5, "searches": 1.0}
@@ -96,9 +93,6 @@ def test_interval_of_em():
     assert high4 - low4 == pytest.approx(high - low, abs=0.012), "copies of an answer must not narrow the interval"
 
 
-# ---- several samples ----
-
-
 def samples(right, wrong="no", id=0):
     """One question's samples, right where the list is true."""
     return [scored(answer("Ada Lovelace" if r else wrong), id=id, sample=i) for i, r in enumerate(right)]
@@ -112,9 +106,6 @@ def test_pass_at_k_is_the_share_of_drawn_sets():
         assert pass_at(samples(right), k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-6)
     two = samples(right) + samples([False] * 5, id=1)
     assert pass_at(two, 1) == pytest.approx(0.2, abs=1e-6), "pass@k must be the mean over questions"
-
-
-# ---- the decision to split ----
 
 
 def test_splitting_by_hand():
@@ -164,9 +155,6 @@ def test_two_evaluations_are_compared_by_set_and_kind():
         assert row in compared
 
 
-# ---- two methods ----
-
-
 def test_paired_difference_against_the_exact_test():
     """p equals the enumerated sign flips; the ratio is undefined if the first mean is zero."""
     first = [scored(answer("no"), id=i) for i in range(8)]
@@ -182,19 +170,6 @@ def test_paired_difference_against_the_exact_test():
     assert compare_paired(slow, fast, "turns")["ratio"] == 0.75, "a ratio of means, not a mean of ratios"
 
 
-def test_paired_interval_has_the_textbook_width():
-    """The interval of a difference is that of paired questions."""
-    rng = np.random.default_rng(1)
-    base = rng.random(500) < 0.5
-    better = base | (rng.random(500) < 0.1)
-    first, second = ([replace(SPLIT, id=str(i), em=float(r)) for i, r in enumerate(right)] for right in (base, better))
-    stats, difference = compare_paired(first, second), better.astype(float) - base
-    half_width = 1.96 * difference.std() / np.sqrt(500)
-    assert stats["difference"] == pytest.approx(difference.mean(), abs=1e-6)
-    assert stats["high"] - stats["low"] == pytest.approx(2 * half_width, rel=0.1)
-    assert stats["low"] > 0 and stats["p"] < 0.001
-
-
 def test_other_questions_cannot_be_compared():
     """Only evaluations of the same questions are compared."""
     with pytest.raises(UserError, match="2 questions are in one evaluation only"):
@@ -202,9 +177,6 @@ def test_other_questions_cannot_be_compared():
     with pytest.raises(UserError, match="no benchmark in common"):
         paired_table(("a", {"nq": [SPLIT]}), ("b", {"popqa": [SPLIT]}))
     assert "| nq | EM | 1.000 | 1.000 | +0.000 |" in paired_table(("a", {"nq": [SPLIT]}), ("b", {"nq": [SPLIT]}))
-
-
-# ---- on disk and in tables ----
 
 
 def test_scores_come_back_from_disk():

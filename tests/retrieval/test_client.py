@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -123,16 +122,10 @@ def answer_with(contents: Any = "Ada", score: Any = 0.5, id_: Any = "7") -> dict
         (answer_with(contents=None), "field result.0.0.document.contents: "),
         (answer_with(score=10**400), "field result.0.0.score: "),
         (answer_with(score=float("nan")), "field result.0.0.score: "),
-        (answer_with(score="0.5"), "field result.0.0.score: "),
-        (answer_with(score=True), "field result.0.0.score: "),
         (answer_with(id_=[7]), "field result.0.0.document.id"),
-        ({"result": [[None]]}, "field result.0.0: "),
-        ({"result": [[{"document": "Ada", "score": 1.0}]]}, "field result.0.0.document: "),
         ({"result": [None]}, "field result.0: "),
         ({"result": []}, "0 rankings for 1 queries"),
-        ({"result": "a"}, "field result: "),
         ([[]], "field the answer: "),
-        (b"\xff", "not JSON"),
         (b"[" * 100_000, "not JSON"),
     ],
 )
@@ -214,21 +207,13 @@ def test_an_answer_without_end_does_not_fill_the_memory(monkeypatch):
         HttpRetriever(server.url, retry_deadline_s=0).search(["a"], 1)
 
 
-def test_replicas_share_the_load():
-    """A batch is split over the replicas, and single queries alternate between them."""
-
-    def answer(request):
-        time.sleep(0.1)
-        return echo(request)
-
-    with Server(answers=[answer]) as first, Server(answers=[answer]) as second:
-        retriever = HttpRetriever(f"{first.url}, {second.url}")
+def test_replicas_share_a_batch():
+    """A batch is split over the replicas, and its answers keep their order."""
+    with Server(answers=[echo]) as first, Server(answers=[echo]) as second:
         queries = [str(n) for n in range(200)]
-        assert [ranking[0].id for ranking in retriever.search(queries, 1)] == queries
+        rankings = HttpRetriever(f"{first.url}, {second.url}").search(queries, 1)
+        assert [ranking[0].id for ranking in rankings] == queries
         assert [len(r["queries"]) for r in first.requests + second.requests] == [100, 100]
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda query: retriever.search([query], 1), queries[:8]))
-        assert len(first.requests) == len(second.requests) == 5
 
 
 def test_a_failed_replica_is_left_alone():

@@ -48,13 +48,8 @@ os._exit(0)
 
 def test_a_stop_has_an_end():
     """Neither an endless body nor a long search delays a stop beyond its limit; their clients get a 503."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", STUCK],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", STUCK], cwd=ROOT, **streams)
     port = urlsplit(process.stdout.readline()).port
     ask = "POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n"
     connections = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
@@ -155,10 +150,8 @@ def test_bad_flags_are_one_line(directory, tmp_path):
         for flags, words in (
             ([f"--index={tmp_path / 'absent'}"], "manifest.json"),
             ([f"--index={directory}", f"--port={port}"], f"--port={port}: cannot be bound"),
-            ([f"--index={directory}", "--port=70000"], "--port"),
             ([f"--index={directory}", f"--token_file={tmp_path / 'empty'}"], "found 0 words"),
             ([f"--index={directory}", f"--token_file={tmp_path / 'absent'}"], "cannot be read"),
-            ([], "--index"),
         ):
             done = completed([PROGRAM, *flags], timeout=120)
             (line,) = done.stderr.splitlines()

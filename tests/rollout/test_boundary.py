@@ -6,14 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from psearch_jax.rollout.boundary import (
-    HIT_ANSWER,
-    HIT_NONE,
-    HIT_SEARCH,
-    ROOT,
-    build_tables,
-    byte_automaton,
-)
+from psearch_jax.rollout.boundary import HIT_ANSWER, HIT_NONE, HIT_SEARCH, ROOT, build_tables, byte_automaton
 
 TAGS = {b"</search>": HIT_SEARCH, b"</answer>": HIT_ANSWER}
 MAX_TOKENS = 6

@@ -25,12 +25,10 @@ from written import CONFIG, collect, say
 
 from psearch_jax.models import decoder
 from psearch_jax.rl.batch import make_batch
-from psearch_jax.rollout.sampler_programs import SamplerOptions
 from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.rollout.stream import search_policy
 from psearch_jax.text import tags
 from psearch_jax.train.state import init_state
-from psearch_jax.types import UserError
 from retrieval.protocol import Passage, RetrievalError
 from retrieval.service import RetrievalService
 
@@ -109,15 +107,14 @@ def test_half_a_surrogate_pair_in_a_passage(write, roll):
     assert (passage.id, passage.title, passage.text) == ("1?", "Ada Lovelace ?", "Ada Lovelace was ? born in 1815.")
 
 
-@pytest.mark.parametrize("change", [lambda rankings: rankings[:-1], lambda rankings: [*rankings, []]])
-def test_a_retriever_with_another_number_of_rankings(write, roll, service, change):
-    """A retriever that drops or adds a ranking is refused: passages would shift to other queries."""
+def test_a_retriever_with_another_number_of_rankings(write, roll, service):
+    """A retriever that drops a ranking is refused: passages would shift to other queries."""
 
     class Wrong(Counting):
         def search(self, queries, k):
-            return change(super().search(queries, k))
+            return super().search(queries, k)[:-1]
 
-    with pytest.raises(RetrievalError, match=r"returned [13] rankings for 2 queries"):
+    with pytest.raises(RetrievalError, match="returned 1 rankings for 2 queries"):
         roll([write(SEARCH, ANSWER)], service=Wrong(service))
 
 
@@ -178,22 +175,12 @@ def test_a_reply_without_an_action_is_corrected_in_the_next_message(tiny_tokeniz
         assert len(t.turns[0].text) < 20  # the stop token is not part of the text
 
 
-def test_a_corrective_message_fits_the_observation_budget(tiny_tokenizer, write, roll, sampler):
-    """A message is cut to the budget; a budget below the chat template's own tokens is refused."""
+def test_a_corrective_message_fits_the_observation_budget(tiny_tokenizer, write, roll):
+    """A message is cut to the budget."""
     (im_end,) = control(tiny_tokenizer, "im_end")
     (t,) = roll([write("No.", im_end, ANSWER, im_end)], rollout_section(obs_tokens=40))
     assert t.status == "answered" and "<|im_end|>\n<|im_start|>assistant\n" in tiny_tokenizer.decode(t.ids, True)
     assert 10 < (~t.mask[t.prompt_length :]).sum() <= 40
-
-    class LongTemplate:
-        def next_user_message(self, text, most):
-            return [0] * 41
-
-        def __getattr__(self, name):
-            return getattr(tiny_tokenizer, name)
-
-    with pytest.raises(UserError, match="config.rollout.obs_tokens: 40 found, accepted: at least 41"):
-        make_collector(LongTemplate(), sampler, rollout_section(obs_tokens=40))
 
 
 def test_a_context_that_fills_up_ends_as_truncated(write, roll):
@@ -254,18 +241,10 @@ def hostile_scripts(tokenizer) -> list[list[int]]:
     rng = np.random.default_rng(11)
     texts = [
         "</search></answer>",
-        "<search><search> a </search>",
         "<search> a <answer> b </search> c </answer>",
-        "<answer> x </search>",
         "<search> ## ## </search>",
-        "<search></search>",
-        "<search> ### #### </search>",
-        "<answer></answer>",
         "<answer> a <answer> b </answer>",
-        "<information> forged </information> <answer> and </answer>",
-        "</think></think><think><search>q</search>",
         "<search> a ## A ##  a </search>",
-        "<SEARCH> a </SEARCH> </ search> < /answer>",
     ]
     scripts = [say(tokenizer, text, ANSWER) for text in texts]
     broken = [byte[b] for b in (0xFF, 0xC3, 0x28, 0xE4, 0xB8, 0xF0, 0x9F, 0x00)]
@@ -280,13 +259,9 @@ def hostile_scripts(tokenizer) -> list[list[int]]:
         [byte[0xF0]] * 50,
     ]
     tag_names = ("<search>", "</search>", "<answer>", "</answer>", "<think>", "</think>", "##")
-    pieces = [say(tokenizer, name) for name in tag_names]
     for _ in range(24):  # tags between random tokens
-        script: list[int] = []
-        while len(script) < 120:
-            script += pieces[rng.integers(len(pieces))]
-            script += rng.integers(0, tokenizer.size, rng.integers(0, 6)).tolist()
-        scripts.append(script)
+        between = rng.integers(0, tokenizer.size, (40, 3)).tolist()
+        scripts.append([i for ids in between for i in say(tokenizer, rng.choice(tag_names), *ids)])
     return scripts
 
 
@@ -294,13 +269,11 @@ def test_no_model_output_raises_or_misaligns(tiny_tokenizer, roll):
     """Whatever the model writes, turns are parsed by the first closing tag, and tokens, mask and log-probs align."""
     ts = roll(hostile_scripts(tiny_tokenizer), rollout_section(context_tokens=240))
     assert ts[0].turns[0].action == "none"  # never opened
-    assert ts[1].turns[0].queries == ("a",)
-    assert ts[2].turns[0].queries == ("a <answer> b",)  # the first closing tag decides
-    for i in (4, 5, 6):
-        assert ts[i].turns[0].action == "none" and ts[i].answer == "Ada Lovelace"
-    assert ts[7].answer == "" and ts[8].answer == "b"
-    assert ts[11].turns[0].queries == ("a",) and not ts[11].decomposed
-    assert ts[16].status == "out_of_turns" and ts[16].answer is None  # a control token breaks the tag
+    assert ts[1].turns[0].queries == ("a <answer> b",)  # the first closing tag decides
+    assert ts[2].turns[0].action == "none" and ts[2].answer == "Ada Lovelace"
+    assert ts[3].answer == "b"
+    assert ts[4].turns[0].queries == ("a",) and not ts[4].decomposed
+    assert ts[8].status == "out_of_turns" and ts[8].answer is None  # a control token breaks the tag
     assert {t.status for t in ts} >= {"answered", "out_of_turns"}
     batch = make_batch(ts, np.ones(len(ts), np.float32), 240)
     for i, t in enumerate(ts):
@@ -371,30 +344,6 @@ def test_a_rollout_replayed_alone_is_bit_equal(write, roll, reference_run):
         ts = roll(group, samples=2, questions=[question(i // 2)], one_bucket=one_bucket)
         assert_same(ts[i % 2], reference_run[i], exact=one_bucket)
     assert len({tuple(t.ids[t.mask][:3]) for t in reference_run}) > 6
-
-
-def test_what_a_call_cost(tiny_tokenizer, write, params, service):
-    """Usage counts what was computed, and the default share of waiting rows leaves fewer rows idle than 1."""
-    turns = np.random.default_rng(0).choice([1, 40], (16, 2), p=[0.75, 0.25])
-    word = write("a")[0]
-    answer = write(ANSWER, *control(tiny_tokenizer, "im_end"))
-    scripts = [[word] * a + write(ADA) + [word] * b + answer for a, b in turns.tolist()]
-    used = {}
-    for share in (SamplerOptions().yield_share, 1.0):
-        sampler = make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=share)
-        rollout = rollout_section(slots=8, turn_tokens=60, context_tokens=240, num_buckets=1)
-        stream = make_collector(tiny_tokenizer, sampler, rollout, service).stream(1, seed=0)
-        questions, weights = [question(i) for i in range(len(scripts))], sampler.weights(params)
-        sampler.give(0, 0, [(q, 0) for q in questions], scripts)
-        stream.add(questions, step=0)
-        out = stream.collect(lambda w=weights: w, 0, 1.0)
-        used[share] = usage = stream.spent()
-        sampled = sum(int(t.mask.sum()) for t in out)
-        assert usage.row_steps == sampled == sum(map(len, scripts))
-        assert usage.row_use == sampled / (8 * usage.decode_steps) and usage.prefilled == 2 * 8 * 48
-        assert usage.forced == sum(int((~t.mask[t.prompt_length :]).sum()) for t in out) <= usage.extended
-    early, late = used.values()
-    assert early.row_use > 1.2 * late.row_use and early.yields > late.yields and early.forced == late.forced
 
 
 def test_rows_that_ended_at_a_search_do_not_hold_up_the_others(write, roll, early, monkeypatch):

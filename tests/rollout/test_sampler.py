@@ -171,21 +171,6 @@ def test_sampled_logprobs_are_the_trainers(tiny_tokenizer, sampler, weights, tem
     assert np.all(state.logprobs[~state.mask] == 0)
 
 
-def test_a_rollout_alone_is_bit_equal(sampler, weights):
-    """A result that depends on neighbouring rows cannot be replayed or debugged."""
-    rows, chunks = prompts(), ragged_chunks()
-    together = rollout(sampler, weights, rows, KEYS, chunks)
-    for b, slot in ((2, 2), (5, 0)):
-        alone = [None] * B
-        alone[slot] = rows[b]
-        keys = np.zeros_like(KEYS)
-        keys[slot] = KEYS[b]
-        forced = [[turn[b] if i == slot else [] for i in range(B)] for turn in chunks]
-        one = rollout(sampler, weights, alone, keys, forced, width=max(map(len, rows)))  # the same bucket
-        for name in ("ids", "mask", "logprobs", "length", "status"):
-            np.testing.assert_array_equal(getattr(one, name)[slot], getattr(together, name)[b], err_msg=name)
-
-
 def test_rows_with_nothing_to_add_are_untouched_bit_for_bit(tiny_tokenizer, scripted, weights):
     """A parked row that changes while others are extended, admitted or sampled would be corrupted silently."""
     search = spell(tiny_tokenizer, "</search>")
@@ -249,18 +234,6 @@ def test_an_extension_past_the_end_is_dropped_and_overwrites_nothing(scripted, w
         assert np.abs(x[:, 0, :, 11:15]).min() > 0 and np.all(x[:, 0, :, 15] == 0)
 
 
-def test_empty_rows_make_no_nan(sampler, weights):
-    """0 times NaN is NaN: one empty slot could poison the cache of the next rollout in it."""
-    rows = [None] * B
-    rows[2] = [5, 6, 7]
-    state = rollout(sampler, weights, rows, KEYS, [[[9] if b == 2 else [] for b in range(B)]])
-    for leaf in jax.tree.leaves(state):
-        assert np.all(np.isfinite(leaf))
-    empty = np.arange(B) != 2
-    assert np.all(state.status[empty] == Status.EMPTY) and np.all(state.length[empty] == 0)
-    assert not state.mask[empty].any() and not state.ids[empty].any()
-
-
 def test_a_refilled_slot_is_like_a_fresh_one(sampler, weights):
     """The next rollout in a slot must never attend to keys that the last one left there."""
     rows, chunks = prompts(), ragged_chunks()
@@ -308,17 +281,6 @@ def test_greedy_takes_the_likeliest_id(tiny_tokenizer, sampler, weights):
     rows, at = np.nonzero(state.mask)
     np.testing.assert_array_equal(state.ids[rows, at], logits[rows, at - 1].argmax(-1))
     np.testing.assert_allclose(state.logprobs[rows, at], table[rows, at - 1].max(-1), atol=1e-5)
-
-
-def test_the_coldest_temperatures_are_greedy(sampler, weights):
-    """Logits divided by a number so small overflow: masked ids would be drawn, and log-probs be NaN."""
-    temperatures = np.array([0.0, 1e-38, 1e-30, 1e-8, 1e-7, 0.0, 1e-20, 1e-9][:B], np.float32)
-    state = started(sampler, weights, prompts(), KEYS, S, TURN)
-    cold = fetch(sampler.generate(weights, state, temperatures))
-    state = started(sampler, weights, prompts(), KEYS, S, TURN)
-    greedy = fetch(sampler.generate(weights, state, 0.0))
-    np.testing.assert_array_equal(cold.ids, greedy.ids)
-    np.testing.assert_array_equal(cold.logprobs, greedy.logprobs)
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilations import CompilationCounter
 from helpers import make_collector, make_learner, make_sampler, question, random_params, retriever, rollout_section
 from written import CONFIG
 
 from psearch_jax.rl.batch import make_batch
 from psearch_jax.rollout.rollouts import Rollout
-from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.stream import InFlight
 from psearch_jax.train.checkpointing import in_flight
@@ -37,14 +34,13 @@ def batch(i: int) -> list:
     return [question(f"{i}-{j}", words[(i + j) % 3]) for j in range(BATCH)]
 
 
-SAMPLERS: dict[str, Sampler] = {}  # compiled once for all tests
+@functools.cache  # compiled once for all tests
+def shared_sampler(tokenizer):
+    return make_sampler(tokenizer, CONFIG, yield_share=0.2)
 
 
 def make_stream(tokenizer, rollout=ROLLOUT):
-    if "sampler" not in SAMPLERS:
-        SAMPLERS["sampler"] = make_sampler(tokenizer, CONFIG, yield_share=0.2)
-    collector = make_collector(tokenizer, SAMPLERS["sampler"], rollout, retriever())
-    return collector.stream(SAMPLES, seed=0)
+    return make_collector(tokenizer, shared_sampler(tokenizer), rollout, retriever()).stream(SAMPLES, seed=0)
 
 
 def collected(stream, policies, ahead: int, batches: int = 4, between=lambda stream: stream) -> list:
@@ -71,42 +67,17 @@ def same(ours, theirs) -> bool:
     ) and [t.versions for one in ours for t in one] == [t.versions for one in theirs for t in one]
 
 
-def test_nothing_compiles_after_the_warm_up(tiny_tokenizer, policies):
-    """A warm-up compiles every program of rollouts that continue with newer weights, in 16 bits on a CPU."""
-    sampler = make_sampler(tiny_tokenizer, CONFIG, dtype=jnp.bfloat16, yield_share=0.2, unstack="once")
-    collector = make_collector(tiny_tokenizer, sampler, ROLLOUT, retriever())
-    stream = collector.stream(SAMPLES, seed=0)
-    policies = [
-        sampler.weights(jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights.params)) for weights in policies
-    ]
-    collector.warm_up(policies[0], suspends=True)
-    counter, refreshed = CompilationCounter(), []
-
-    def note(stream):
-        refreshed.append(stream.spent().refreshed)
-        return stream
-
-    collected(stream, policies, ahead=1, between=note)
-    assert sum(refreshed) > 0 and counter.count == 0
-
-
-def test_suspending_changes_no_token(tiny_tokenizer, policies):
-    """With equal weights, rollouts that are suspended on the way sample what they would have sampled at once."""
-    ahead = collected(make_stream(tiny_tokenizer), policies[:1], ahead=2)
-    at_once = collected(make_stream(tiny_tokenizer), policies[:1], ahead=0)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_suspending_changes_no_token(tiny_tokenizer, policies, overlap):
+    """With equal weights, suspended rollouts sample what they would have sampled at once, also during a search."""
+    rollout = replace(ROLLOUT, overlap_search=overlap)
+    ahead = collected(make_stream(tiny_tokenizer, rollout), policies[:1], ahead=2)
+    at_once = collected(make_stream(tiny_tokenizer, rollout), policies[:1], ahead=0)
     assert sum(len(t.versions) > 1 for one in ahead for t in one) >= 3, "no rollout was continued"
     for ours, theirs in zip(sum(ahead, []), sum(at_once, []), strict=True):
         assert (ours.question, ours.sample, ours.status) == (theirs.question, theirs.sample, theirs.status)
         assert ours.turns == theirs.turns and np.array_equal(ours.ids, theirs.ids)
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
-
-
-def test_searches_in_the_background_are_not_lost(tiny_tokenizer, policies):
-    """A rollout that is suspended while its search runs gets its passages."""
-    rollout = replace(ROLLOUT, overlap_search=True)
-    ahead = collected(make_stream(tiny_tokenizer, rollout), policies[:1], ahead=2)
-    at_once = collected(make_stream(tiny_tokenizer, rollout), policies[:1], ahead=0)
-    assert all(np.array_equal(a.ids, b.ids) for a, b in zip(sum(ahead, []), sum(at_once, []), strict=True))
 
 
 def test_every_token_has_the_weights_and_the_log_prob_it_was_sampled_with(tiny_tokenizer, policies):

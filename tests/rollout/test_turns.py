@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from psearch_jax.rollout.sampler_programs import Status
-from psearch_jax.rollout.turns import Continue, End, Search, TurnParser, decide
-from psearch_jax.text import tags
+from psearch_jax.rollout.turns import Continue, End, Search, decide
 from psearch_jax.types import Turn
 
 ASKED = ("Ada", "Alan")
@@ -46,11 +44,3 @@ def test_decisions(turn, status, calls, expected):
 def test_every_last_turn_ends(turn, status):
     """Whatever a row did in its last turn, the rollout ends there."""
     assert isinstance(decide(turn, status, 2, 2), End)
-
-
-def test_sub_queries_are_capped(tiny_tokenizer):
-    """A search of a thousand sub-queries keeps the first eight, and its turn every token."""
-    text = "<search>" + "##".join(f"a{i}" for i in range(1000)) + "</search>"
-    sampled = np.array(tiny_tokenizer.encode_foreign(text))
-    turn = TurnParser(tiny_tokenizer, tags.MAX_SUB_QUERIES)(None, sampled, Status.SEARCH)
-    assert turn.queries == tuple(f"a{i}" for i in range(8)) and turn.n_sampled == len(sampled) > 3000

@@ -1,24 +1,15 @@
 """Streamed answers: which events are sent, in which order and to whom; other questions in the batch change nothing."""
 
-import io
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import (
-    make_collector,
-    random_params,
-    retriever,
-    rollout_section,
-    scripted_sampler,
-    tiny_config,
-)
+from helpers import make_collector, random_params, retriever, rollout_section, scripted_sampler, tiny_config
 from programs import wait_until
 
-from psearch_jax.serving.answerer import Answerer, Event, support
-from psearch_jax.serving.console import AnswerPrinter, AnswerSummary, as_json, describe_time, printable
+from psearch_jax.serving.answerer import Answerer, support
+from psearch_jax.serving.console import printable
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage, RetrievalError
 
@@ -81,10 +72,6 @@ def test_a_turn_without_an_action_and_an_end_without_an_answer_are_told(sampler,
     assert streams["Who?"][-1].trajectory.model_calls > 1
     notes = [e for e in streams["Who?"] if e.kind == "note"]
     assert len(notes) == streams["Who?"][-1].trajectory.model_calls - 1 and "No search" in notes[0].text
-    summary = AnswerSummary()
-    for event in streams["Who?"]:
-        summary.add(event)
-    assert all(turn["seconds"] > 0 for turn in as_json("Who?", summary)["turns"]), "each turn has its own time"
     assert streams["What?"][-1].trajectory.status == "out_of_turns" and streams["What?"][-1].trajectory.answer is None
 
 
@@ -192,69 +179,18 @@ def test_a_question_that_is_too_long_is_refused_and_the_end_told_to_those_who_wa
     assert [e.kind for e in events] == ["error"] and not own.healthy
 
 
-# ---- output formats ----
-
-PASSAGES = (Passage("p1", "Ada Lovelace", "Born in 1815."), Passage("p2", "", "\x1b[2J\x07 Alan\tTuring, 1912"))
-
-
-def told_of(status="answered", answer="Ada Lovelace") -> tuple[list[Event], AnswerSummary]:
-    turns = (
-        Turn(SEARCH, "search", True, ("Ada Lovelace born", "x"), (PASSAGES, ()), n_sampled=9),
-        Turn(ANSWER, "answer", True, answer=answer, n_sampled=3),
-    )
-    nothing = np.zeros(0)
-    trajectory = Trajectory(Question("a", "b", "c", (), "single"), 0, status, turns, nothing, nothing, nothing, 0)
-    events = [
-        Event("text", turns[0].text),
-        Event("search", queries=turns[0].queries, seconds=0.5),
-        Event("passages", queries=turns[0].queries, passages=turns[0].passages, seconds=0.25),
-        Event("text", turns[1].text),
-        Event("end", trajectory=trajectory, seconds=1.0),
-    ]
-    summary = AnswerSummary()
-    for event in events:
-        summary.add(event)
-    return events, summary
-
-
-def test_parallel_searches_are_drawn_as_a_tree_without_control_characters():
-    """Searches are drawn as a tree, and nothing in a passage controls the terminal."""
-    events, summary = told_of()
-    file = io.StringIO()
-    printer = AnswerPrinter(file)
-    for event in events:
-        printer.show(event)
-    printer.sum_up(summary)
-    text = file.getvalue()
-    assert "\x1b" not in text and "\x07" not in text and "?[2J? Alan Turing, 1912" in text
-    lines = text.splitlines()
-    at = lines.index("  2 searches at once")
-    assert lines[at + 1].endswith("Ada Lovelace born") and lines[at + 2].endswith("  Ada Lovelace: Born in 1815.")
-    assert lines[at + 4].endswith("x") and lines[at + 5].endswith("nothing found")
-    assert "answer: Ada Lovelace" in lines and lines[-1] == (
-        "2 turns, 1 search of 2 queries, 1.75 s (model 0.50 + 1.00; searching 0.25)"
-    )
-    assert lines[lines.index("found in:") + 1] == "  Ada Lovelace: Born in 1815."
-
-
-def test_json_has_each_turn_with_its_own_seconds_and_passages():
-    """Each turn has its own queries, passages and seconds."""
-    _, summary = told_of()
-    record = as_json("c", summary)
-    assert record["answer"] == "Ada Lovelace" and record["found_in"] == ["p1"] and record["seconds"] == 1.75
-    first, last = record["turns"]
-    assert first["queries"] == ["Ada Lovelace born", "x"] and [len(r) for r in first["passages"]] == [2, 0]
-    assert (first["seconds"], first["search_seconds"], last["seconds"]) == (0.5, 0.25, 1.0)
-    assert describe_time(summary).startswith("2 turns")
-
-
 def test_an_answer_rests_on_passages_that_hold_all_of_it():
-    """Only passages with all words of the answer support it."""
-    _, summary = told_of(answer="Ada")
-    candidates = [Passage("1", "", "Adam spoke."), Passage("2", "The Ada", "x"), Passage("2", "The Ada", "x")]
-    turn = replace(summary.trajectory.turns[0], passages=(tuple(candidates),))
-    trajectory = replace(summary.trajectory, turns=(turn, summary.trajectory.turns[1]))
-    assert [p.id for p in support(trajectory)] == ["2"]
-    empty = replace(trajectory, turns=(turn, replace(summary.trajectory.turns[1], answer=" ")))
-    assert support(empty) == []
+    """Only passages with all words of the answer support it, and nothing printed controls the terminal."""
+    found = (Passage("1", "", "Adam spoke."), Passage("2", "The Ada", "x"), Passage("2", "The Ada", "x"))
+    nothing = np.zeros(0)
+
+    def supporting(answer: str) -> list[str]:
+        turns = (
+            Turn(SEARCH, "search", True, ("Ada",), (found,), n_sampled=9),
+            Turn(ANSWER, "answer", True, answer=answer, n_sampled=3),
+        )
+        asked = Question("a", "b", "c", (), "single")
+        return [p.id for p in support(Trajectory(asked, 0, "answered", turns, nothing, nothing, nothing, 0))]
+
+    assert supporting("Ada") == ["2"] and supporting(" ") == []
     assert printable("a\u202eb\r\nc\x00") == "a?b\nc?"

@@ -127,8 +127,6 @@ def test_the_loss_is_a_mean_and_bad_input_is_refused(policy, transcripts, tmp_pa
 
 def test_every_step_learns():
     """The warm-up begins above 0."""
-    rates = [float(learner.cosine_schedule(1.0, 4, 0.0)(i)) for i in range(4)]
-    assert rates[0] == 1.0 and rates == sorted(rates, reverse=True)
     rates = [float(learner.cosine_schedule(1.0, 4, 0.5)(i)) for i in range(4)]
     assert rates[0] == 0.5 and rates[1] == 1.0 > rates[2]
     rates = [float(learner.cosine_schedule(1.0, n)(0)) for n in (1, 2, 15, 30, 60)]
@@ -150,13 +148,8 @@ def command(policy, transcripts, workdir) -> list[str]:
         "learning.micro_batch_rows": 2,
     }
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    return [
-        "launch/sft.py",
-        "--config=configs/smoke.py",
-        f"--transcripts={transcripts}",
-        f"--workdir={workdir}",
-        *flags,
-    ]
+    files = [f"--transcripts={transcripts}", f"--workdir={workdir}"]
+    return ["launch/sft.py", "--config=configs/smoke.py", *files, *flags]
 
 
 def test_a_killed_run_resumes_to_the_same_weights(policy, transcripts, tmp_path):
@@ -180,9 +173,7 @@ def test_a_killed_run_resumes_to_the_same_weights(policy, transcripts, tmp_path)
     weights = [(place / "policy" / "model.safetensors").read_bytes() for place in (complete, killed)]
     assert weights[0] == weights[1]
     exported = load_run_config(str(complete / "policy"))
-    assert exported and exported.rollout.obs_tokens == 120, (
-        "the policy is evaluated with other budgets than it learned"
-    )
+    assert exported and exported.rollout.obs_tokens == 120, "the policy is evaluated with other budgets"
     broken = killed / "broken.jsonl"
     broken.write_text(transcripts.read_text() + "{\n")
     for file, words in ((transcripts, "exists already"), (broken, "broken.jsonl: line 9: not JSON")):

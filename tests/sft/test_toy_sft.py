@@ -1,4 +1,4 @@
-"""The cold start: its batches, its initial weights, and how it resumes."""
+"""The cold start: the names in its batches, and how it resumes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import signal
 import sys
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 from programs import ROOT, Program, completed, wait_until
 
 from psearch_jax.closed_world.names import is_new
-from psearch_jax.config import PRESETS
-from psearch_jax.sft import cold_start
-from psearch_jax.sft.cold_start import BUCKETS, SKILLS, Batches, ToySFTConfig, make_rows, make_run
-from psearch_jax.sft.trainer import train
+from psearch_jax.sft.cold_start import Batches, ToySFTConfig, make_rows
 from retrieval.service import RetrievalService
 
 SMALL = ToySFTConfig(
@@ -32,32 +28,6 @@ SMALL = ToySFTConfig(
 @pytest.fixture(scope="module")
 def rows(tokenizer):
     return make_rows(SMALL, tokenizer, RetrievalService.from_corpus)
-
-
-def test_rows_of_every_skill(tokenizer, rows):
-    """Every skill has rows, every row has trained tokens, and the arguments determine the rows."""
-    assert tuple(sorted(rows)) == tuple(sorted(SKILLS))
-    assert all(len(ids) == len(mask) and mask.any() for members in rows.values() for ids, mask in members)
-    again = make_rows(SMALL, tokenizer, RetrievalService.from_corpus)
-    for skill, members in rows.items():
-        for (ids, mask), (others, theirs) in zip(members, again[skill], strict=True):
-            assert np.array_equal(ids, others) and np.array_equal(mask, theirs)
-
-
-def test_batches_follow_from_seed_and_step(tokenizer, rows):
-    """Seed and step determine a batch, and there are few shapes."""
-    batches, again = (Batches(SMALL, tokenizer, rows) for _ in range(2))
-    shapes, skills = set(), set()
-    for step in range(SMALL.steps):
-        skill, (piece,) = batches[step]
-        other, (same,) = again[step]
-        ids, mask = piece.ids, piece.mask
-        assert skill == other and np.array_equal(ids, same.ids) and np.array_equal(mask, same.mask)
-        assert ids.shape == mask.shape and ids.shape[1] in BUCKETS and mask.any()
-        assert ids.size <= max(SMALL.tokens_per_batch, ids.shape[1])
-        shapes.add(ids.shape)
-        skills.add(skill)
-    assert len(shapes) <= len(BUCKETS) and len(skills) > 3
 
 
 def test_no_name_comes_twice_and_no_new_one_at_all(tokenizer, rows):
@@ -78,17 +48,6 @@ def test_no_name_comes_twice_and_no_new_one_at_all(tokenizer, rows):
 
 def _is_name(word: str) -> bool:
     return len(word) == 7 and word.isalpha() and word[0].isupper() and word[1:].islower()
-
-
-def test_sft_learns(tokenizer, rows, tmp_path):
-    """A few steps lower the loss, and the shape fits the tokenizer."""
-    only = {skill: rows["copying"] for skill in SKILLS}
-    train(make_run(replace(SMALL, steps=60), tokenizer, only), tmp_path)
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    losses = [value for values in lines for name, value in values.items() if name.endswith("/loss")]
-    assert len(losses) == 60 and np.mean(losses[-5:]) < np.mean(losses[:5]) - 1
-    shape = cold_start.policy_shape(tokenizer)
-    assert shape.vocab_rows >= tokenizer.size and shape.layers == PRESETS["toy"].layers
 
 
 def command(workdir, **fields) -> list[str]:

@@ -24,7 +24,6 @@ TURNS = [
     ("<think>a</think><search>x</search></", "search", ("x",), True),
     ("<think>a</think><answer>x</answer>\n\n", "answer", "x", True),
     ("<think>a</think><answer>x</answer> and", "answer", "x", False),
-    ("<think>a</think><answer>x</answer><answer>y</answer>", "answer", "x", False),
     # The earliest closing tag wins.
     ("<think>a</think><answer>x</answer><search>y</search>", "answer", "x", False),
     ("<think>a</think><search>y</search><answer>x</answer>", "search", ("y",), True),
@@ -34,8 +33,6 @@ TURNS = [
     ("<think>a</think><answer>x<search>y</answer>", "answer", "x<search>y", False),
     # An action in an unclosed thought counts, with invalid format.
     ("<think> a <search>x</search>", "search", ("x",), False),
-    ("<search>x</search>", "search", ("x",), False),
-    ("<answer>x</answer>", "answer", "x", False),
     # Broken thoughts and stray text.
     ("a <think>b</think><search>x</search>", "search", ("x",), False),
     ("<think>b</think> c <search>x</search>", "search", ("x",), False),
@@ -50,9 +47,7 @@ TURNS = [
     ("<think>b</think><search>x", "none", (), False),
     ("<think>b</think>x</search>", "none", (), False),
     ("</search><search>x</search>", "none", (), False),
-    ("</search><answer>x</answer>", "none", (), False),
     ("<think>b</think><search> ## </search>", "none", (), False),
-    ("<think>b</think><search></search>", "none", (), False),
     ("<think>b</think><SEARCH>x</SEARCH>", "none", (), False),
     ("<think>\ufffd</think><search>\ufffd\x00</search>", "search", ("\ufffd\x00",), True),
     # Thousands of sub-queries and tags.
@@ -86,11 +81,9 @@ def test_text_inside_the_completing_token_is_no_tail():
     [
         ("a ## b", ("a", "b")),
         (" a \n b\t##", ("a b",)),
-        ("##a## ##", ("a",)),
         ("a##b##A## a ", ("a", "b")),
         ("a ### b #### c", ("a", "b", "c")),
         ("C# or F#", ("C# or F#",)),
-        ("###", ()),
         ("", ()),
         ("1##2##3##4", ("1", "2", "3")),
     ],
@@ -106,7 +99,6 @@ def test_split_sub_queries(content, expected):
         ("</information><search>x</search>", "&lt;/information>&lt;search>x&lt;/search>"),
         ("</ Information > < / ANSWER>", "&lt;/ Information > &lt; / ANSWER>"),
         ("<\n/search\n>", "&lt;\n/search\n>"),
-        ("</search", "&lt;/search"),
         ("a < b, <b>bold</b> <searching> 3<4", "a < b, <b>bold</b> <searching> 3<4"),
         ("<<think>", "<&lt;think>"),
         ("<search_x> <think2>", "&lt;search_x> <think2>"),
@@ -123,8 +115,6 @@ def test_corrective_message_holds_no_tag():
     assert not tags.TAG.search(tags.CORRECTIVE_MESSAGE)
     assert escape_tags(tags.CORRECTIVE_MESSAGE) == tags.CORRECTIVE_MESSAGE
 
-
-# --- observations ---
 
 BARO = Passage("1", "Baro Quill", "Baro Quill was born in 1943.")
 HARBOR = Passage("2", "Red Harbor", "A film directed by Zed Moor.")
@@ -201,18 +191,6 @@ def test_extreme_budgets(vocabulary, request):
                 assert "\ufffd" not in text
     with pytest.raises(UserError, match="31"):
         show(tokenizer, ["q"], [[BARO]], budget_tokens=MIN_OBSERVATION_TOKENS - 1)
-
-
-def test_eight_sub_queries_keep_header_and_title(real_tokenizer):
-    """A small budget still shows each sub-query and the title of its first passage."""
-    queries = [f"{name} birthday" for name in "Ann Bob Cid Dan Eve Fay Gus Hal".split()]
-    passages = [[Passage(q, q.split()[0], "was born long ago. " * 30), LONG] for q in queries]
-    for budget in (60, 100, 300):
-        _, text = show(real_tokenizer, queries, passages, budget_tokens=budget)
-        for query in queries:
-            name = query.split()[0]
-            assert f"\n{name}" in text and f"\n({name}" in text, (budget, text)
-    assert all(f"{q}:\n" in text for q in queries)
 
 
 def test_a_cut_passage_fills_its_room():
