@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, YEAR_OF, ClosedWorld
-from psearch_jax.closed_world.names import HEADS, MIDDLES, TAILS, draw_names, draw_renaming, head, is_new
+from psearch_jax.closed_world.names import head
 from psearch_jax.closed_world.question_forms import KNOWN_ENTITIES, kind_counts, known_questions, questions
 from psearch_jax.closed_world.scripted import Mixture, plan
 from psearch_jax.closed_world.wordings import FORMS
@@ -80,21 +80,6 @@ def test_held_out_entities_and_wordings_stay_out_of_training(world):
     assert len(subjects) == KNOWN_ENTITIES and not subjects & {e.name for e in world.entities if e.held_out}
     assert not {q.text for q in stated} & {q.text for q in known_questions(world, held_out_wordings=True)}
     assert {facts_of(q)[0][0] for q in stated} == set(ATTRIBUTES["person"]) >= {YEAR_OF["person"]}
-
-
-def test_renaming_changes_names_and_nothing_else(world):
-    """Syllables are permuted among themselves, and new names stay new."""
-    ids = [range(10, 90), range(90, 150), range(150, 230)]
-    first, second = (draw_renaming(np.random.default_rng(seed), ids, 240) for seed in (0, 1))
-    assert sorted(first) == list(range(240)) and (first != second).sum() > 150
-    assert (first[:10] == np.arange(10)).all() and (first[230:] == np.arange(230, 240)).all()
-    assert all(set(first[list(group)]) == set(group) for group in ids)
-    rng = np.random.default_rng(0)
-    for which in ("known", "new"):
-        for name in draw_names(rng, 50, which):
-            places = [HEADS.index(name[:2]), MIDDLES.index(name[2:4]), TAILS.index(name[4:])]
-            moved = first[[group[at] for group, at in zip(ids, places, strict=True)]]
-            assert is_new(HEADS[moved[0] - 10] + MIDDLES[moved[1] - 90] + TAILS[moved[2] - 150]) == (which == "new")
 
 
 def test_answers_follow_from_passages(world):

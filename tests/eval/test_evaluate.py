@@ -115,10 +115,9 @@ def test_parts_are_not_done_twice(tmp_path):
             evaluate_benchmarks(out, sets, {"seed": 1}, None, 3)
 
 
-@pytest.mark.parametrize("content", ["{}", "nonsense", "[1]"])
-def test_the_results_of_something_else_are_not_an_evaluation(tmp_path, content):
+def test_the_results_of_something_else_are_not_an_evaluation(tmp_path):
     """A directory with a foreign results.json is refused and left as it is."""
-    (tmp_path / "results.json").write_text(content)
+    (tmp_path / "results.json").write_text("{}")
     with pytest.raises(UserError, match="results.json: not the results of an evaluation"):
         evaluate_benchmarks(tmp_path, {"a": [SPLIT.question]}, {"seed": 1}, None, 3)
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]

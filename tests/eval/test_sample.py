@@ -63,13 +63,6 @@ def test_rows_are_rollouts_with_their_reward(sampled):
     assert refused.returncode == 2 and "exists already" in refused.stderr
 
 
-def test_flags_without_effect_are_refused(tmp_path):
-    """A flag that would have no effect is refused before anything is written."""
-    done = completed([sys.executable, *command(tmp_path / "out.jsonl", "--config.rollout.temperature=2")])
-    assert done.returncode == 2 and "which has no effect on these rollouts: --temperature" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_killed_call_resumes(sampled, tmp_path):
     """A killed call ends with the rows of an uninterrupted one, and refuses other settings."""
     out = tmp_path / "best.jsonl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -89,16 +88,8 @@ def test_queries_without_an_answer():
         Bm25Ranker.build([Passage("1", "", "?!")])
 
 
-DAMAGES = {
-    "rows.npy": lambda path: np.save(path, np.load(path)[:-1]),
-    "weights.npy": lambda path: path.unlink(),
-    "starts.npy": lambda path: np.save(path, np.zeros(0, np.int64)),
-    "words.json": lambda path: path.write_text("[]"),
-}
-
-
 def test_an_index_on_disk_is_mapped_without_pickles_and_checked(tmp_path):
-    """The index on disk ranks like the one in memory; one that is damaged or of another program is refused."""
+    """The index on disk ranks like the one in memory; one of other settings or another corpus is refused."""
     ranker = Bm25Ranker.build(people())
     Bm25Ranker.build(people(), tmp_path / "bm25")
     assert {p.suffix for p in (tmp_path / "bm25").iterdir()} == {".npy", ".json"}
@@ -113,10 +104,3 @@ def test_an_index_on_disk_is_mapped_without_pickles_and_checked(tmp_path):
             Bm25Ranker.load(tmp_path / "bm25", other, 320)
     with pytest.raises(CorpusError, match="one index of 319 passages"):  # a row outside the corpus
         Bm25Ranker.load(tmp_path / "bm25", identity, 319)
-    for name, damage in DAMAGES.items():
-        copy = shutil.copytree(tmp_path / "bm25", tmp_path / "copy")
-        damage(copy / name)
-        with pytest.raises(CorpusError, match="copy: ") as error:
-            Bm25Ranker.load(copy, identity, 320)
-        assert "\n" not in str(error.value)
-        shutil.rmtree(copy)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bert_models import WORDS, texts, write_model
-from helpers import people
 from programs import ROOT
 
 from retrieval.encoders.encoder import ACCELERATOR, BertEncoder
@@ -126,21 +125,6 @@ def test_modules_that_would_be_left_out_are_refused(directory, tmp_path):
         BertEncoder.from_model(copy)
     (copy / "modules.json").write_text(json.dumps([modules[i] for i in (0, 1, 3)]))
     assert BertEncoder.from_model(copy).dimensions == 48
-
-
-def test_saved_and_loaded(directory, encoder, tmp_path):
-    """A saved encoder needs only its directory, and is refused if it is not that of the index."""
-    copy = shutil.copytree(directory, tmp_path / "model")
-    (tmp_path / "index").mkdir()
-    source = BertEncoder.from_model(copy)
-    source.save(tmp_path / "index")
-    shutil.rmtree(copy)
-    identity = json.loads(json.dumps(source.identity))
-    loaded = BertEncoder.load(tmp_path / "index", identity)
-    assert np.array_equal(loaded.encode_passages(people()[:40]), encoder.encode_passages(people()[:40]))
-    for other in (identity | {"weights": "0"}, identity | {"version": 0}, {"name": "bert"}):
-        with pytest.raises(CorpusError, match="encoder_model"):
-            BertEncoder.load(tmp_path / "index", other)
 
 
 def test_sixteen_bits(directory, encoder):

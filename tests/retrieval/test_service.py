@@ -7,7 +7,6 @@ from helpers import people
 
 from retrieval.encoders.hashing import HashingEncoder
 from retrieval.indexing.encoding import encode_corpus
-from retrieval.protocol import CorpusError
 from retrieval.ranking.index import DenseRanker, ScannIndex
 from retrieval.service import RetrievalService
 
@@ -73,15 +72,3 @@ def test_queries_of_any_kind():
     assert rankings[1][0].id == "p0" and "? Baro Quill" in ranker.calls[0], "tokenizers in Rust raise on surrogates"
     with pytest.raises(ValueError, match="k is 0"):
         service.search(["Baro Quill"], 0)
-
-
-def test_mismatched_parts_are_refused():
-    """An index with another corpus or encoder is refused."""
-    encoder = HashingEncoder(256)
-    index = ScannIndex.from_vectors(encode_corpus(people(), encoder))
-    with pytest.raises(CorpusError, match="320 rows"):
-        RetrievalService(DenseRanker(index, encoder), people()[:-1])
-    with pytest.raises(CorpusError, match="256 dimensions"):
-        DenseRanker(index, HashingEncoder(128))
-    with pytest.raises(CorpusError, match="no passages"):
-        RetrievalService.from_corpus([])

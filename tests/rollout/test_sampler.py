@@ -34,12 +34,6 @@ def sampler(tiny_tokenizer):
     return make_sampler(tiny_tokenizer, CONFIG)
 
 
-@pytest.fixture(scope="module")
-def half(tiny_tokenizer):
-    """Yields when half of the rows wait."""
-    return make_sampler(tiny_tokenizer, CONFIG, cls=ScriptedSampler, yield_share=0.5)
-
-
 def fetch(state):
     """The state as NumPy arrays, with the data of its keys."""
     return jax.tree.map(np.asarray, dataclasses.replace(state, key=jax.random.key_data(state.key)))
@@ -281,26 +275,6 @@ def test_greedy_takes_the_likeliest_id(tiny_tokenizer, sampler, weights):
     rows, at = np.nonzero(state.mask)
     np.testing.assert_array_equal(state.ids[rows, at], logits[rows, at - 1].argmax(-1))
     np.testing.assert_allclose(state.logprobs[rows, at], table[rows, at - 1].max(-1), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("ending", "refill", "waits", "status"),
-    [
-        ("</answer>", False, False, Status.ANSWER),  # finished rows do not wait
-        ("</answer>", True, True, Status.ANSWER),  # unless other rollouts wait for a slot
-        ("", False, True, Status.EOS),  # a reply waits for the corrective message
-    ],
-    ids=["finished", "refilled", "corrected"],
-)
-def test_decoding_yields_when_half_of_the_rows_wait(tiny_tokenizer, half, weights, ending, refill, waits, status):
-    """Of four rows that stop one after the other, two are enough, if they wait for the host."""
-    im_end = tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
-    scripts = [[5] * n + tiny_tokenizer.encode_foreign(ending) + [im_end] for n in (1, 3, 4, 5)]
-    half.scripts = {tuple(k): s for k, s in zip(KEYS.tolist(), scripts, strict=False)}
-    rows = [p if i < 4 else None for i, p in enumerate(prompts())]
-    state = fetch(half.generate(weights, started(half, weights, rows, KEYS, S, TURN), 1.0, refill=refill))
-    assert state.status[:4].tolist() == ([status] * 2 + [Status.RUNNING] * 2 if waits else [status] * 4)
-    assert state.steps == len(scripts[1 if waits else 3])
 
 
 def test_rows_picked_out_of_order_are_extended_as_in_place(sampler, weights):
