@@ -142,17 +142,6 @@ def test_questions_whose_facts_are_not_shown_are_left_out(questions, search, tin
         assert both(question, search, observe(2000)) == both(question, search)
 
 
-def test_equal_queries_are_one_as_in_a_rollout(search):
-    """Two facts with the same query are one sub-query with one ranking."""
-    films = [["Vertigo", "director", "Alfred Hitchcock"], ["vertigo", "director", "Hitchcock"]]
-    question = Question("s", "1", "Who?", ("Alfred Hitchcock",), "parallel", {"evidences": films})
-    assert write(question, (False,), search) and not both(question, search)  # nothing to split
-    films.append(["Citizen Kane", "director", "Orson Welles"])
-    turns = [turn for turns in both(question, search).values() for turn in turns if turn.queries]
-    assert [len(turn.queries) for turn in turns] == [1, 1, 1, 2]
-    assert all(parse_turn(t.text).queries == t.queries and len(t.queries) == len(t.passages) for t in turns)
-
-
 def test_the_program_writes_what_fine_tuning_reads(tmp_path):
     """The program writes a file even if texts cannot be encoded, and refuses questions without triples."""
     questions, corpus, out = (tmp_path / name for name in ("questions.jsonl", "corpus.jsonl", "new/out.jsonl"))

@@ -9,7 +9,7 @@ import pytest
 from helpers import unit_rows
 from programs import ROOT
 
-from retrieval.protocol import CorpusError, RetrievalError
+from retrieval.protocol import RetrievalError
 from retrieval.ranking.index import ScannIndex, TreeSettings, tree_settings
 
 
@@ -51,16 +51,6 @@ def test_search_guards(tree):
     assert tree or len(rows) == 40
     with pytest.raises(RetrievalError, match="not finite"):
         index.search(np.full((1, 32), np.nan), 3)
-
-
-def test_vectors_that_cannot_be_indexed():
-    """Vectors that are not finite, or none at all, are refused."""
-    vectors = unit_rows(40, 8)
-    vectors[31, 2] = np.nan
-    with pytest.raises(CorpusError, match="row 31"):
-        ScannIndex.from_vectors(vectors, small_tree(vectors))
-    with pytest.raises(CorpusError, match="N >= 1"):
-        ScannIndex.from_vectors(np.zeros((0, 8), np.float32))
 
 
 def test_scann_needs_no_tensorflow(tmp_path):

@@ -15,14 +15,14 @@ HTTP = urllib3.PoolManager(retries=False)
 
 
 class Running:
-    """Serves an application on a free port, in a thread of this process; a stop cuts requests after `grace_s`."""
+    """Serves an application on a free port, in a thread of this process; a stop cuts requests after five seconds."""
 
-    def __init__(self, app, grace_s: int = 5):
+    def __init__(self, app):
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._server = uvicorn.Server(
-            uvicorn.Config(app, http=TimedHeads, log_level="error", timeout_graceful_shutdown=grace_s)
+            uvicorn.Config(app, http=TimedHeads, log_level="error", timeout_graceful_shutdown=5)
         )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
 
@@ -38,11 +38,11 @@ class Running:
     def connections(self) -> int:
         return len(self._server.server_state.connections)
 
-    def raw(self, body: bytes, length: int | None = None, path: str = "/retrieve", headers: str = "") -> socket.socket:
+    def raw(self, body: bytes, length: int | None = None, path: str = "/retrieve") -> socket.socket:
         """A connection that has sent `body`, with a Content-Length of `length`."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
         length = len(body) if length is None else length
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n{headers}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n"
         connection.sendall(head.encode() + body)
         return connection
 
