@@ -22,7 +22,6 @@ from psearch_jax.config import Config, from_mapping
 from psearch_jax.data.sources import read_questions
 from psearch_jax.limits import validate
 from psearch_jax.models import hf
-from psearch_jax.serving.api import ChatRequest
 from psearch_jax.serving.console import one_line, printable
 from psearch_jax.text import tags
 from psearch_jax.types import Question, UserError
@@ -171,8 +170,6 @@ def test_corpora_are_read_or_refused(tmp_path_factory, content):
         assert all(isinstance(p.text, str) and isinstance(p.id, str) for p in passages)
 
 
-CHAT = ("stream", "temperature", "seed", "n")
-PART = st.fixed_dictionaries({"type": st.just("text"), "text": JSON}) | JSON
 SECTIONS = get_config().to_dict()
 NAMES = [(s, f) for s, fields in SECTIONS.items() if isinstance(fields, dict) for f in fields]
 
@@ -197,21 +194,13 @@ def test_any_value_of_any_field_is_taken_or_refused_by_its_name(name, value):
 def test_servers_and_clients_read_or_refuse(body, data):
     """Requests and replies are well-formed, or refused as such."""
     asked = data.draw(st.fixed_dictionaries({}, optional={"queries": JSON, "topk": JSON, "return_scores": JSON}))
-    message = st.fixed_dictionaries({"role": st.just("user"), "content": JSON | st.lists(PART)}) | JSON
-    chat = data.draw(st.fixed_dictionaries({"messages": st.lists(message) | JSON}, optional=dict.fromkeys(CHAT, JSON)))
-    for content in (body, json.dumps(asked).encode(), json.dumps(chat).encode()):
+    for content in (body, json.dumps(asked).encode()):
         try:
             asked_for = http.parse(server.RetrieveRequest, content)
         except HTTPException as refused:
             assert refused.status_code == 422
         else:
             assert all(isinstance(query, str) for query in asked_for.queries) and 1 <= (asked_for.topk or 3) <= 100
-        try:
-            question = http.parse(ChatRequest, content)
-        except HTTPException as refused:
-            assert refused.status_code == 422
-        else:
-            assert question.question and 0 <= (question.temperature or 0) <= 2
         for read in (lambda c=content: wire.read_rankings(c, 1, 3), lambda c=content: wire.read_description(c)):
             try:
                 read()

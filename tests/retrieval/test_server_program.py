@@ -48,8 +48,8 @@ os._exit(0)
 
 def test_a_stop_has_an_end():
     """Neither an endless body nor a long search delays a stop beyond its limit; their clients get a 503."""
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", STUCK], cwd=ROOT, **streams)
+    command, pipe = [sys.executable, "-c", STUCK], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
     port = urlsplit(process.stdout.readline()).port
     ask = "POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n"
     connections = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]

@@ -259,9 +259,13 @@ def hostile_scripts(tokenizer) -> list[list[int]]:
         [byte[0xF0]] * 50,
     ]
     tag_names = ("<search>", "</search>", "<answer>", "</answer>", "<think>", "</think>", "##")
+    pieces = [say(tokenizer, name) for name in tag_names]
     for _ in range(24):  # tags between random tokens
-        between = rng.integers(0, tokenizer.size, (40, 3)).tolist()
-        scripts.append([i for ids in between for i in say(tokenizer, rng.choice(tag_names), *ids)])
+        script: list[int] = []
+        while len(script) < 120:
+            script += pieces[rng.integers(len(pieces))]
+            script += rng.integers(0, tokenizer.size, rng.integers(0, 6)).tolist()
+        scripts.append(script)
     return scripts
 
 

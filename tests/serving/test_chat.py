@@ -14,6 +14,8 @@ from dataclasses import replace
 
 import pytest
 from browsing import asked, focus, opened, press, text, wait
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from programs import Program, completed, wait_until
 from serving import HTTP, Running
 from starlette.exceptions import HTTPException
@@ -216,6 +218,27 @@ def test_pages_of_other_sites_are_refused_without_a_token(running, toy):
         refused = running.post(body(asked[0]), PATH, **headers)
         assert refused.status == 403 and refused.json()["error"]["message"], headers
     assert running.post(body(asked[0]), PATH, Origin=running.url).status == 200
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type", "text"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(["messages", "stream", "temperature", "seed", "n"]), JSON))
+def test_every_request_is_accepted_or_refused(asked):
+    """No request ends in another exception, which would be a status 500."""
+    try:
+        accepted = parsed(asked)
+    except HTTPException as refused:
+        assert refused.status_code == 422
+    else:
+        assert accepted.question and 0 <= (accepted.temperature or 0) <= 2
 
 
 @pytest.mark.parametrize("width", [1280, 400])
