@@ -176,6 +176,8 @@ def _parse(line: bytes, where: str) -> _Rollout | _Transcript:
         return _LINE.validate_json(line)
     except ValidationError as errors:
         error = errors.errors(include_url=False)[0]
+        if error["type"] == "json_invalid":
+            raise UserError(f"{where}: not JSON ({error['msg']}); accepted: {_ACCEPTED}") from None
         field, found = ".".join(map(str, error["loc"])) or "JSON", str(error["input"])[:60]
         raise UserError(f"{where}: {field}: {found!r} found: {error['msg']}; accepted: {_ACCEPTED}") from None
 

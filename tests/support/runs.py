@@ -26,6 +26,8 @@ SMALL = {
     "rollout.search_turns": 1,
     "rollout.num_buckets": 1,  # every width costs a compilation
     "data.world_questions": 200,
+    "learning.kl_coefficient": 0.001,  # a random policy, whose rewards are all equal, has a gradient too
+    "learning.decay_ratio": 0.0,  # the rates do not depend on train.steps
     "learning.mini_batch_rollouts": 4,
     "learning.micro_batch_rows": 4,
     "train.prompts": 4,
