@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
         data=dict(source="closed_world", template="toy"),
         retrieval=dict(topk=2),
         rollout=dict(
-            slots=32,
+            slots=64,
             samples=8,
             context_tokens=448,
             prompt_tokens=64,
