@@ -238,11 +238,6 @@ class Sampler:
             ]
         return [Program(name, self._jitted[name], arguments, self.mesh, widths) for name, widths, arguments in calls]
 
-    def compilations(self) -> dict[str, int]:
-        """The number of shapes that each program was called with."""
-        names = ("prefill", "admit", "extend", "refresh", "generate")
-        return {name: self._jitted[name]._cache_size() for name in names}
-
     def abstract_state(self, rows: int, positions: int) -> SamplerState:
         """`new_state` as ShapeDtypeStructs with shardings."""
         return attach_shardings(jax.eval_shape(lambda: self._programs.new_state(rows, positions)), self._shardings)

@@ -286,14 +286,6 @@ def find_checkpoint(path: str | Path) -> Path:
     return find_checkpoints(path)[0]
 
 
-def newest_step(workdir: str | Path) -> int:
-    """The step of a run's newest checkpoint; 0 without one."""
-    try:
-        return int(find_checkpoint(workdir).name)
-    except UserError:
-        return 0
-
-
 def _is_complete(step: Path) -> bool:
     """Whether a directory is a complete checkpoint. On an object store, Orbax marks completion with a file."""
     return (step / "loop").is_dir() and (not is_remote(step) or (step / "commit_success.txt").exists())
