@@ -236,13 +236,7 @@ class Trainable:
     ) -> np.ndarray:
         out = np.zeros(batch.ids.shape, np.float32)
         packed = self._packed(batch)
-        with jax.set_mesh(self.mesh), progress.step(self.score_name, len(packed), patient=True):
-            scores: list[jax.Array] = []
-            for done, (_, micro_batch) in enumerate(packed):
-                jax.block_until_ready(scores[-2:-1])  # the last micro-batch keeps running
-                progress.reach(max(done - 1, 0))
-                check_stop()
-                scores.append(program(micro_batch))
+        scores = self._run(self.score_name, program, [micro_batch for _, micro_batch in packed], check_stop)
         for (places, _), values in zip(packed, jax.device_get(scores), strict=True):
             for i, row, start in places:
                 n = batch.length[i]
@@ -259,15 +253,33 @@ class Trainable:
     def _sums(
         self, params: nnx.State, packed: Sequence[MicroBatch], check_stop: Callable[[], None], omitted: Omitted
     ) -> Sums:
-        with jax.set_mesh(self.mesh), progress.step(self._update_name, len(packed), patient=True):
-            sums, finished = self._zero(params, omitted), []
-            for done, micro_batch in enumerate(packed):
-                jax.block_until_ready(finished[-2:-1])  # the last micro-batch keeps running
+        with jax.set_mesh(self.mesh):
+            sums = self._zero(params, omitted)
+
+        def add(micro_batch: MicroBatch) -> jax.Array:
+            nonlocal sums
+            sums, tokens = self._accumulate(params, self._frozen, sums, micro_batch)
+            return tokens
+
+        self._run(self._update_name, add, packed, check_stop)
+        return sums
+
+    def _run(
+        self,
+        name: str,
+        program: Callable[[MicroBatch], jax.Array],
+        micro_batches: Sequence[MicroBatch],
+        check_stop: Callable[[], None],
+    ) -> list[jax.Array]:
+        """The results of a program for all micro-batches; at most one is running when `check_stop` is called."""
+        results: list[jax.Array] = []
+        with jax.set_mesh(self.mesh), progress.step(name, len(micro_batches), patient=True):
+            for done, micro_batch in enumerate(micro_batches):
+                jax.block_until_ready(results[-2:-1])  # the last micro-batch keeps running
                 progress.reach(max(done - 1, 0))
                 check_stop()
-                sums, counted = self._accumulate(params, self._frozen, sums, micro_batch)
-                finished.append(counted)
-        return sums
+                results.append(program(micro_batch))
+        return results
 
     # ---- the programs ----
 
