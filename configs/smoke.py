@@ -11,7 +11,7 @@ from psearch_jax.config import config_dict
 def get_config() -> ConfigDict:
     return config_dict(
         seed=0,
-        model=dict(path="toy", dtype="float32", sampling_dtype="float32", remat="none"),
+        model=dict(path="toy", dtype="float32", sampling_dtype="float32", remat="dots"),
         data=dict(source="closed_world", template="toy"),
         retrieval=dict(topk=2),
         rollout=dict(
