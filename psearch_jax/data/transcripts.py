@@ -63,7 +63,7 @@ def encode_transcript(
         `encode_foreign` for observations.
     """
     encode_reply, encode = encode or tokenizer.encode_reply, encode or tokenizer.encode_foreign
-    stop = tokenizer.encode_trusted("<|im_end|>")
+    stop = [tokenizer.reply_stop]
     ids, mask = list(prompt), [False] * len(prompt)
     for i, turn in enumerate(turns):
         reply, last = encode_reply(turn.text), i == len(turns) - 1

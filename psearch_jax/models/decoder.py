@@ -139,7 +139,7 @@ class Decoder(nnx.Module):
         begin = jnp.zeros(ids.shape[0], jnp.int32) if start is None else start
         if positions is None:
             positions = begin[:, None] + jnp.arange(ids.shape[1])
-        rotation = rope_cos_sin(positions, config.head_dim, config.rope_theta)
+        rotation = rope_cos_sin(positions, config)
         table = gather_fsdp(self.embedding[...], "vocab", "embed")  # once, not once per row
         x = workarounds.look_up(table, ids, self.activations, self.backend.is_cpu)
         work = None

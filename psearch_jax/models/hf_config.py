@@ -55,6 +55,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True, "qk_norm": False}),
     "qwen3": Family("Qwen3ForCausalLM", {"qkv_bias": False, "qk_norm": True}),
+    "llama": Family("LlamaForCausalLM", {"qkv_bias": False, "qk_norm": False}),
 }
 # Field of DecoderConfig -> field of config.json.
 _SIZES = {
@@ -66,6 +67,13 @@ _SIZES = {
     "head_dim": "head_dim",
     "mlp": "intermediate_size",
     "max_positions": "max_position_embeddings",
+}
+# The same for the scaled rotary positions of type `llama3`.
+_LLAMA3 = {
+    "rope_factor": "factor",
+    "rope_low": "low_freq_factor",
+    "rope_high": "high_freq_factor",
+    "rope_positions": "original_max_position_embeddings",
 }
 
 
@@ -87,13 +95,15 @@ def read_config(directory: str | Path) -> DecoderConfig:
         if not isinstance(scaling, dict):
             raise UserError(f"{path}: {field} is {json.dumps(scaling)}, accepted: an object")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind != "default":
-            raise UserError(f"{path}: {field} has type {kind!r}, accepted: 'default', which scales no position")
+        if kind not in ("default", "llama3"):
+            raise UserError(f"{path}: {field} has type {kind!r}, accepted: 'default' (no scaling) or 'llama3'")
+        if kind == "llama3" and (lacking := [name for name in _LLAMA3.values() if name not in scaling]):
+            raise UserError(f"{path}: {field} lacks {lacking[0]}, needed: {', '.join(_LLAMA3.values())}")
         rope |= scaling
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise UserError(f'{path}: layer_types is {json.dumps(kinds)}, accepted: a list of only "full_attention"')
-    only = {"use_sliding_window": False, "hidden_act": "silu"}
+    only = {"use_sliding_window": False, "hidden_act": "silu", "mlp_bias": False, "rope_interleaved": False}
     only |= {} if options["qkv_bias"] else {"attention_bias": False}
     for field, value in only.items():
         if raw.get(field) not in (None, value):
@@ -107,8 +117,14 @@ def read_config(directory: str | Path) -> DecoderConfig:
             **{field: int(values[name]) for field, name in _SIZES.items()},
             tied=bool(values.get("tie_word_embeddings", False)),
             rope_theta=float(rope.get("rope_theta", values.get("rope_theta", 10_000.0))),
+            **{
+                field: type(getattr(DecoderConfig, field))(rope[name])
+                for field, name in _LLAMA3.items()
+                if name in rope
+            },
             rms_eps=float(values.get("rms_norm_eps", 1e-6)),
             eos_ids=eos_ids,
+            bos_id=raw.get("bos_token_id"),
             **options,
         )
     except KeyError as missing:
@@ -140,6 +156,9 @@ def write_config(directory: Path, config: DecoderConfig, dtype: Any) -> None:
     """Writes generation_config.json and config.json."""
     family, eos = find_family(config), list(config.eos_ids)
     generation = {"do_sample": True} | ({"eos_token_id": eos} if eos else {})
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_factor != 1:
+        rope = {"rope_type": "llama3"} | {name: getattr(config, field) for field, name in _LLAMA3.items()}
     fields = {
         "architectures": [FAMILIES[family].class_name],
         "model_type": family,
@@ -147,10 +166,12 @@ def write_config(directory: Path, config: DecoderConfig, dtype: Any) -> None:
         "hidden_act": "silu",
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,  # read by transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # read by transformers 5
+        "rope_scaling": rope if config.rope_factor != 1 else None,
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},  # read by transformers 5
         "rms_norm_eps": config.rms_eps,
         "use_sliding_window": False,
         "attention_dropout": 0.0,
+        "bos_token_id": config.bos_id,
         "eos_token_id": eos[0] if eos else None,
         "torch_dtype": np.dtype(dtype).name,
     }

@@ -138,9 +138,17 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return wide.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def rope_cos_sin(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, T, H/2] in float32: at 30,000 positions, bf16 angles would be off by full turns."""
-    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # computed in float64, rounded once
+def rope_cos_sin(positions: jax.Array, config: DecoderConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B, T, H/2] in float32: at 30,000 positions, bf16 angles would be off by full turns.
+
+    Llama 3.1 stretches its context by dividing the slow frequencies by `rope_factor` (rope type `llama3` of
+    transformers), with a linear transition between `rope_low` and `rope_high` turns.
+    """
+    c = config
+    frequency = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)  # computed in float64, rounded once
+    turns = c.rope_positions * frequency / (2 * np.pi)
+    kept = np.clip((turns - c.rope_low) / (c.rope_high - c.rope_low), 0, 1)
+    frequency = frequency * (kept + (1 - kept) / c.rope_factor)
     angle = positions[..., None].astype(jnp.float32) * frequency.astype(np.float32)
     return jnp.cos(angle), jnp.sin(angle)
 

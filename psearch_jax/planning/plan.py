@@ -113,13 +113,13 @@ def model_shape(config: Config) -> DecoderConfig:
         return hf.read_config(TOY_POLICY)
     if (Path(path) / "config.json").is_file():
         return hf.read_config(path)
-    name = re.search(r"Qwen(2|2\.5|3)-(\d+(?:\.\d+)?)B", path)
-    size = f"{'qwen3-' if name[1] == '3' else ''}{name[2]}b" if name else ""
-    if size in PRESETS:
-        return PRESETS[size]
+    name = re.search(r"(qwen2|qwen2\.5|qwen3|llama-3\.[12]|smollm2)-(\d+(?:\.\d+)?[bm])", path.lower())
+    preset = re.sub(r"^qwen2(\.5)?-", "", name[0]) if name else ""
+    if preset in PRESETS:
+        return PRESETS[preset]
     raise UserError(
         f"config.model.path={path}: no config.json there, and no known size in the name; accepted: names like "
-        "Qwen/Qwen2.5-7B and Qwen/Qwen3-8B"
+        "Qwen/Qwen2.5-7B, Qwen/Qwen3-8B and meta-llama/Llama-3.2-1B"
     )
 
 

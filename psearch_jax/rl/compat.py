@@ -17,7 +17,7 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Kind, RewardParts, Trajectory, UserError
 
 PROMPT_SEARCHES = 2  # assumed number of searches in the prompt's own examples
-_ASSISTANT = re.compile(r"<\|im_start\|>assistant\s*")
+_ASSISTANT = re.compile(r"(?:<\|im_start\|>assistant|<\|start_header_id\|>assistant<\|end_header_id\|>)\s*")
 _SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

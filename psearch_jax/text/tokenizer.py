@@ -19,7 +19,8 @@ from psearch_jax.text.tags import TAG, THINK_CLOSE, THINK_OPEN
 from psearch_jax.types import UserError, first_line
 from retrieval.protocol import as_utf8
 
-STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+STOP_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")  # of Qwen, SmolLM2 and Llama 3
+_DATE = "26 Jul 2024"  # Llama 3's template writes the date of today if none is given; prompts must not depend on it
 # Templates of reasoning models begin or pre-fill the reply's thought with this.
 _BEGUN = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
 MAX_IDS = 2**22  # far above the largest vocabulary; bounds the table of all ids
@@ -127,6 +128,22 @@ class Tokenizer:
         header = header[1:] if header and header[0] in self.stop_ids else header  # the model samples the stop token
         return header + self.encode_foreign(text)[: max(0, max_tokens - len(header) - len(footer))] + footer
 
+    @cached_property
+    def reply_stop(self) -> int:
+        """The stop token that ends a reply in the chat template.
+
+        Raises:
+          UserError: the template ends a reply with none of the stop tokens, or as `chat`.
+        """
+        messages = [{"role": role, "content": ""} for role in ("user", "assistant")]
+        after_reply = self._render_marked(messages, add_generation_prompt=False).partition("CONTENT1PLACEHOLDER")[2]
+        ids = self.encode_trusted(after_reply)
+        if not ids or ids[0] not in self.stop_ids:
+            stops = ", ".join(self.hf.convert_ids_to_tokens(sorted(self.stop_ids)))
+            found = f"chat_template writes {after_reply[:40]!r} after a reply"
+            raise UserError(f"tokenizer {self.name}: {found}, accepted: a stop token ({stops})")
+        return ids[0]
+
     def _render_marked(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
         """The chat as text, with CONTENT{i}PLACEHOLDER for the content of message i.
 
@@ -137,7 +154,9 @@ class Tokenizer:
         # Other keys of a message would be untrusted text that the template may write.
         marked = [{"role": m["role"], "content": f"CONTENT{i}PLACEHOLDER"} for i, m in enumerate(messages)]
         try:
-            rendered = self.hf.apply_chat_template(marked, tokenize=False, add_generation_prompt=add_generation_prompt)
+            rendered = self.hf.apply_chat_template(
+                marked, tokenize=False, add_generation_prompt=add_generation_prompt, date_string=_DATE
+            )
         except Exception as error:  # jinja's, or whatever the template's expressions raise
             raise UserError(
                 f"tokenizer {self.name}: chat_template cannot be rendered ({first_line(error)}), accepted: one for "

@@ -20,9 +20,12 @@ from psearch_jax.models.kv_cache import KVCache
 from psearch_jax.rollout.sampler_programs import Status
 from psearch_jax.sharding import AXES, STORAGE, param_shardings
 
+# With training positions so few that some frequencies are kept, some divided, and some in between.
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 TOLERANCE = 1e-5  # of max|a-b| / max|b|
 SHAPES = [("qwen2", 1, False), ("qwen2", 2, True), ("qwen2", 3, False)]  # kv heads (of 6), tied head
-SHAPES += [("qwen3", 2, True), ("qwen3", 3, False)]
+SHAPES += [("qwen3", 2, True), ("qwen3", 3, False), ("llama", 3, True)]
 
 
 def shape_name(shape: tuple[str, int, bool]) -> str:
@@ -45,8 +48,8 @@ def pair(request, tmp_path_factory):
         num_hidden_layers=3,
         num_attention_heads=6,
         num_key_value_heads=kv_heads,
-        head_dim=8 if family == "qwen2" else 16,  # 6 heads of 16 exceed the model width of 48
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        head_dim=16 if family == "qwen3" else 8,  # 6 heads of 16 exceed the model width of 48
+        rope_parameters={"rope_theta": 1e6} | (LLAMA3 if family == "llama" else {"rope_type": "default"}),
         rms_norm_eps=1e-6,
         tie_word_embeddings=tied,
         max_position_embeddings=512,
@@ -61,6 +64,7 @@ def pair(request, tmp_path_factory):
     model.save_pretrained(directory)
     config, params = load_hf(directory)
     assert config.rope_theta == 1e6 and config.tied == tied and config.qk_norm == (family == "qwen3")
+    assert config.rope_factor == (8 if family == "llama" else 1)
     return model, config, params
 
 
@@ -99,7 +103,7 @@ def test_a_forward_pass_equals_torch(pair):
         assert relative(ours[row, :n], torch_logits(model, ids[row : row + 1, :n])[0]) <= TOLERANCE
 
 
-CACHED = [("qwen2", 1, False), ("qwen2", 2, True), ("qwen2", 3, False), ("qwen3", 3, False)]
+CACHED = [("qwen2", 1, False), ("qwen2", 2, True), ("qwen2", 3, False), ("qwen3", 3, False), ("llama", 3, True)]
 
 
 @pytest.mark.parametrize("pair", [("qwen3", 3, False)], indirect=True)
@@ -248,6 +252,13 @@ COUNTS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
 }
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import QWEN3, by_name, one_device_mesh, random_params, same_bits, tiny_config
+from helpers import LLAMA, QWEN3, by_name, one_device_mesh, random_params, same_bits, tiny_config
 from safetensors.numpy import load_file, save_file
 
 from psearch_jax.models import decoder
@@ -17,7 +17,8 @@ from psearch_jax.models.hf import load_hf, read_config, resolve, save_hf
 from psearch_jax.sharding import STORAGE, param_shardings
 from psearch_jax.types import UserError
 
-EXPORTS = ["one-file", "sharded", "sharded-qwen3"]
+EXPORTS = {"one-file": (10**9, {}), "sharded": (20_000, {}), "qwen3": (20_000, QWEN3), "llama": (20_000, LLAMA)}
+CLASSES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
 def assert_equal_params(a, b) -> None:
@@ -35,13 +36,13 @@ def exported(tmp_path_factory, tiny_tokenizer):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("shard_bytes", "family"), [(10**9, {}), (20_000, {}), (20_000, QWEN3)], ids=EXPORTS)
-def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, shard_bytes, family):
+@pytest.mark.parametrize("export", EXPORTS)
+def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, export):
     """transformers loads an export as the same model, in one file or several, and so do we."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    stops = tuple(sorted(tiny_tokenizer.stop_ids))
+    (shard_bytes, family), stops = EXPORTS[export], tuple(sorted(tiny_tokenizer.stop_ids))
     config = tiny_config(**{"tied": tied, "rope_theta": 1e6, "eos_ids": stops, **family})
     params = random_params(config)
     out = tmp_path / "out"
@@ -52,7 +53,8 @@ def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, shard_
 
     theirs, report = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(theirs).__name__ == ("Qwen3ForCausalLM" if family else "Qwen2ForCausalLM")
+    assert type(theirs).__name__ == CLASSES.get(export, "Qwen2ForCausalLM")
+    assert theirs.config.bos_token_id == config.bos_id
     written = {k: v for f in files for k, v in load_file(out / f).items()}
     state = {k: v.numpy() for k, v in theirs.state_dict().items()}
     assert set(state) - set(written) == ({"lm_head.weight"} if tied else set())
@@ -165,13 +167,15 @@ def test_incomplete_weights_are_refused(copy):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "qwen3_moe"}, ["model_type", "qwen3_moe", "qwen2", "qwen3"]),
+        ({"model_type": "qwen3_moe"}, ["model_type", "qwen3_moe", "qwen2", "qwen3", "llama"]),
         ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias", "true", "false"]),
         ({"use_sliding_window": True}, ["use_sliding_window", "true", "false"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, ["rope_parameters", "yarn"]),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn"]),
+        ({"rope_scaling": {"type": "llama3", "factor": 4.0}}, ["rope_scaling", "low_freq_factor"]),
+        ({"model_type": "llama", "mlp_bias": True}, ["mlp_bias", "true", "false"]),
         ({"hidden_size": None}, ["hidden_size"]),
         ({"num_attention_heads": "many"}, ["num_attention_heads", "many"]),
         ({"num_key_value_heads": 3}, ["heads=4", "kv_heads=3"]),

@@ -37,6 +37,8 @@ from retrieval.service import RetrievalService
 
 # The settings of a Qwen3 architecture; its heads together are wider than the model.
 QWEN3 = {"head_dim": 16, "qkv_bias": False, "qk_norm": True}
+# Of a Llama 3 architecture, with so few positions of training that some frequencies are scaled.
+LLAMA = {"qkv_bias": False, "rope_factor": 8.0, "rope_positions": 64, "bos_id": 1}
 
 
 def tiny_config(vocab_rows: int = 416, **changes) -> DecoderConfig:

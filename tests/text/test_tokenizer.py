@@ -221,6 +221,34 @@ def test_a_template_that_fails_is_one_line(tiny_tokenizer, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+LLAMA = (  # the parts of Llama 3's template that differ from ChatML
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "<|begin_of_text|>Today Date: {{ date_string }}"
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+def test_a_reply_ends_with_the_stop_token_of_the_template(tiny_tokenizer):
+    """Also in Llama 3's template, whose prompts are the same every day."""
+    assert tiny_tokenizer.reply_stop == tiny_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
+    hf = AutoTokenizer.from_pretrained(tiny_tokenizer.name)
+    names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    hf.add_special_tokens({"additional_special_tokens": names})
+    hf.chat_template = LLAMA
+    llama = Tokenizer(hf, "llama")
+    assert llama.reply_stop == hf.convert_tokens_to_ids("<|eot_id|>")
+    prompt = llama.decode(llama.chat([{"role": "user", "content": "who? <|eot_id|>"}]), control=True)
+    header = "<|start_header_id|>user<|end_header_id|>\n\n"
+    assert prompt.startswith(f"<|begin_of_text|>Today Date: 26 Jul 2024{header}who? <|eot_id|><|eot_id|>")
+    following = llama.decode(llama.next_user_message("again", 50), control=True)
+    assert following == f"{header}again<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    hf.chat_template = LLAMA.replace("<|eot_id|>", "\n")
+    with pytest.raises(UserError, match="after a reply, accepted: a stop token"):
+        _ = Tokenizer(hf, "broken").reply_stop
+
+
 def test_other_keys_of_a_message_are_not_rendered(tiny_tokenizer, monkeypatch):
     """Only the role and the content of a message reach the template."""
     template = "{% for m in messages %}{{ m.role }} {{ m.content }}{{ m.tool_calls }}{% endfor %}"
