@@ -26,9 +26,15 @@ CONFIG = config_flags.DEFINE_config_file("config", None, "The run that the trans
 QUESTIONS = flags.DEFINE_list("questions", None, "Question files or prepared directories, separated by commas.")
 COUNT = flags.DEFINE_integer("count", 500, "Maximum number of transcripts to write.", lower_bound=1)
 SPLIT = flags.DEFINE_float("split_share", 0.5, "Share of questions to split, the same for every kind.", 0.0, 1.0)
-SEED = flags.DEFINE_integer("seed", 0, "Seed for choosing the questions and which of them are split.", 0)
+CORRECTIONS = flags.DEFINE_float(
+    "correction_share", 0.1, "Share of transcripts that begin with a search that finds nothing.", 0.0, 1.0
+)
+SEED = flags.DEFINE_integer(
+    "seed", 0, "Seed for choosing the questions, their wordings, and which of them are split.", 0
+)
 OUT = flags.DEFINE_string("out", None, "The jsonl file to write.")
 cli.finite("split_share")
+cli.finite("correction_share")
 cli.require("config", "questions", "out")
 
 
@@ -78,14 +84,15 @@ def main(_: list[str]) -> None:
 
     rng = np.random.default_rng([SEED.value, 0x7EAC])
     search_turns = config.rollout.search_turns
-    writer = TranscriptWriter(search, observe, search_turns, section.max_sub_queries)
+    writer = TranscriptWriter(search, observe, search_turns, section.max_sub_queries, CORRECTIONS.value)
     alternation = Alternation(SPLIT.value if section.max_sub_queries > 1 else 0.0, rng)
     rows, left_out = [], 0
     written: Counter[str] = Counter()
     split: Counter[str] = Counter()
     with tqdm(total=COUNT.value, unit="transcript", disable=None) as bar:
         for i in rng.permutation(len(usable)):
-            turns = writer.write(usable[i], alternation.possible)
+            wording = np.random.default_rng([SEED.value, 0x7EAD, int(i)])
+            turns = writer.write(usable[i], alternation.possible, wording)
             if not turns:
                 left_out += 1
                 continue

@@ -1,16 +1,19 @@
 """Scripted transcripts over real passages: a cold start that teaches the grammar but not the strategy.
 
 Whether the facts of a question are searched at once or step by step is decided by `Alternation`, in the same shares
-for every kind; then the retrieved facts are stated. The first thought lists the entities and relations of the question
-in the same form for every kind. A question is used only if the observations, which may be cut, state every fact, with
-the first search split and without: otherwise some kinds would be split more often among the questions that are kept.
+for every kind; then the retrieved facts are stated, dates also in their order. The first thought lists the entities
+and relations of the question in a form that is drawn without regard to its kind. Some transcripts begin with a search
+that finds nothing, which the loss leaves out, and a better one.
+
+A question is used only if the observations, which may be cut, state every fact, with the first search split and
+without: otherwise some kinds would be split more often among the questions that are kept.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +25,17 @@ from psearch_jax.types import KINDS, Question
 from retrieval.protocol import Passage
 
 _SEPARATOR = f" {SEPARATOR} "
+# Wordings of the thoughts. None says whether facts are independent.
+PLANS = (
+    "Named: {names}. Asked: {relations}.",
+    "The question names {names} and asks for {relations}.",
+    "Given {names}, I need {relations}.",
+    "It is about {names}; wanted: {relations}.",
+)
+FACTS = ("{0.entity}: {0.relation} {0.value}.", "The {0.relation} of {0.entity} is {0.value}.")
+ORDERS = ("From first to last: {names}.", "In order: {names}.")
+CONCLUSIONS = ("So the answer is {answer}.", "The answer is {answer}.", "That gives {answer}.")
+CORRECTIONS = ("That does not show it. I search again.", "Nothing useful here, so I try other words.")
 
 
 @dataclass(frozen=True)
@@ -31,52 +45,107 @@ class TranscriptWriter:
     Attributes:
       search: queries -> a ranking for each.
       observe: queries and their rankings -> the text that a rollout shows of them.
+      correction_share: share of the transcripts that begin with a search for incomplete names, if it finds no fact.
     """
 
     search: Callable[[Sequence[str]], Sequence[Sequence[Passage]]]
     observe: Callable[[Sequence[str], Sequence[Sequence[Passage]]], str]
     search_turns: int = 3
     max_sub_queries: int = MAX_SUB_QUERIES
+    correction_share: float = 0.0
 
-    def write(self, question: Question, splits: Collection[bool]) -> dict[bool, list[TranscriptTurn]]:
+    def write(
+        self, question: Question, splits: Collection[bool], rng: np.random.Generator
+    ) -> dict[bool, list[TranscriptTurn]]:
         """The turns for each of `splits`: with the first search split, or not. {} if one of them is impossible.
 
         It is if the question has no triples, if it needs more than `search_turns` searches, or if a fact that it
         relies on is not stated in the observation of its search. So with both in `splits`, whether a question is kept
         does not depend on the choice, and the choice reveals nothing about the kind.
+
+        Args:
+          rng: draws the wordings of all thoughts, and whether there is a correction; the same for all of `splits`.
         """
         rounds = rounds_of(question)
-        written = {split: self._write_turns(question, rounds, split) if rounds else None for split in splits}
+        wording = Wording.draw(rng)
+        corrected = bool(rng.random() < self.correction_share)
+        written = {
+            split: self._write_turns(question, rounds, split, wording, corrected) if rounds else None
+            for split in splits
+        }
         return {split: turns for split, turns in written.items() if turns} if all(written.values()) else {}
 
-    def _write_turns(self, question: Question, rounds: Rounds, split: bool) -> list[TranscriptTurn] | None:
+    def _write_turns(
+        self, question: Question, rounds: Rounds, split: bool, wording: Wording, corrected: bool
+    ) -> list[TranscriptTurn] | None:
         searches = plan_searches(rounds, split, self.max_sub_queries > 1)
-        if len(searches) > self.search_turns:
+        thought, turns = wording.plan(rounds), []
+        if corrected and (turn := self._search_in_vain(thought, *searches[0])):
+            turns.append(turn)
+            thought = wording.correction
+        if len(turns) + len(searches) > self.search_turns:
             return None
-        thought, turns = first_thought(rounds), []
-        for wanted, facts in searches:
+        for number, (wanted, facts) in enumerate(searches):
             queries = split_sub_queries(_SEPARATOR.join(wanted), self.max_sub_queries)  # as a rollout, equal ones once
-            if not queries or (split and not turns and len(queries) == 1):
+            if not queries or (split and not number and len(queries) == 1):
                 return None
-            rankings = tuple(map(tuple, self.search(queries)))
-            passages = [normalise(f"{p.title} {p.text}") for ranking in rankings for p in ranking]
-            shown = [normalise(self.observe(queries, rankings))]
-            # Also in a passage: the observation repeats the queries.
-            if not all(is_stated(fact, passages) and is_stated(fact, shown) for fact in facts):
+            turn = self._search(thought, queries)
+            if not all(self._shows(turn, fact) for fact in facts):
                 return None
-            text = f"<think>{thought}</think>\n<search>{_SEPARATOR.join(queries)}</search>"
-            turns.append(TranscriptTurn(text, queries, rankings))
-            thought = " ".join(f"{fact.entity}: {fact.relation} {fact.value}." for fact in facts)
+            turns.append(turn)
+            thought = wording.state(facts)
+        if len(rounds[-1]) > 1:  # the facts to compare may come from several searches
+            thought = wording.state(searches[-1][1], rounds[-1])
         answer = question.answers[0]
-        last = f"<think>{thought} So the answer is {answer}.</think>\n<answer>{answer}</answer>"
+        last = f"<think>{thought} {wording.conclusion.format(answer=answer)}</think>\n<answer>{answer}</answer>"
         return [*turns, TranscriptTurn(last)]
 
+    def _search(self, thought: str, queries: tuple[str, ...]) -> TranscriptTurn:
+        text = f"<think>{thought}</think>\n<search>{_SEPARATOR.join(queries)}</search>"
+        return TranscriptTurn(text, queries, tuple(map(tuple, self.search(queries))))
 
-def first_thought(rounds: Rounds) -> str:
-    """The entities and relations of the question, in a form that does not depend on its dependency structure."""
-    named = dict.fromkeys(triple.entity for triple in rounds[0])
-    asked = dict.fromkeys(triple.relation for r in rounds for triple in r)
-    return f"Named: {', '.join(named)}. Asked: {', '.join(asked)}."
+    def _shows(self, turn: TranscriptTurn, fact: Triple) -> bool:
+        """Whether a passage states the fact and the observation shows it (which alone may be by its queries)."""
+        passages = [normalise(f"{p.title} {p.text}") for ranking in turn.passages for p in ranking]
+        return is_stated(fact, passages) and is_stated(fact, [normalise(self.observe(turn.queries, turn.passages))])
+
+    def _search_in_vain(self, thought: str, wanted: Sequence[str], facts: Sequence[Triple]) -> TranscriptTurn | None:
+        """The search without the first word of each query; None if it has fewer sub-queries or shows a fact."""
+        shortened = (query.partition(" ")[2] for query in wanted)
+        queries = split_sub_queries(_SEPARATOR.join(shortened), self.max_sub_queries)
+        if len(queries) < len(wanted):
+            return None
+        turn = self._search(thought, queries)
+        return None if any(self._shows(turn, fact) for fact in facts) else replace(turn, trained=False)
+
+
+@dataclass(frozen=True)
+class Wording:
+    """The wording of a transcript's thoughts."""
+
+    first: str
+    fact: str
+    order: str
+    conclusion: str
+    correction: str
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator) -> Wording:
+        return cls(*(c[int(rng.integers(len(c)))] for c in (PLANS, FACTS, ORDERS, CONCLUSIONS, CORRECTIONS)))
+
+    def plan(self, rounds: Rounds) -> str:
+        """The entities and relations of the question, in a form that does not depend on its dependency structure."""
+        named = dict.fromkeys(triple.entity for triple in rounds[0])
+        asked = dict.fromkeys(triple.relation for r in rounds for triple in r)
+        return self.first.format(names=", ".join(named), relations=", ".join(asked))
+
+    def state(self, facts: Sequence[Triple], compared: Sequence[Triple] = ()) -> str:
+        """The facts, and the entities of `compared` in the order of their dates, if these are dates."""
+        stated = [self.fact.format(fact) for fact in facts]
+        if compared and all(fact.date for fact in compared):
+            names = [fact.entity for fact in sorted(compared, key=lambda fact: fact.date or ())]
+            stated.append(self.order.format(names=", ".join(names)))
+        return " ".join(stated)
 
 
 def plan_searches(rounds: Rounds, split: bool, several: bool) -> list[tuple[list[str], list[Triple]]]:
@@ -120,6 +189,7 @@ def transcript_row(question: Question, turns: Sequence[TranscriptTurn]) -> dict:
     rows = []
     for turn in turns:
         rankings = [[{"title": p.title, "text": p.text} for p in ranking] for ranking in turn.passages]
-        rows.append({"text": turn.text} | ({"passages": rankings} if turn.queries else {}))
+        untrained = {} if turn.trained else {"train": False}
+        rows.append({"text": turn.text} | ({"passages": rankings} if turn.queries else {}) | untrained)
     asked = {"source": question.source, "id": question.id, "kind": question.kind, "question": question.text}
     return {**asked, "golden_answers": list(question.answers), "turns": rows}

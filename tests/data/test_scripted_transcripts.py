@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from programs import completed
 
-from psearch_jax.data.scripted_transcripts import Alternation, TranscriptWriter, first_thought
+from psearch_jax.data.scripted_transcripts import PLANS, Alternation, TranscriptWriter
 from psearch_jax.data.sources import read_questions
-from psearch_jax.data.triples import rounds_of
 from psearch_jax.text.tags import MIN_OBSERVATION_TOKENS, parse_turn, render_observation
 from psearch_jax.types import KINDS, Question
 from retrieval.protocol import Passage
@@ -61,8 +60,8 @@ def everything(queries, rankings) -> str:
     return " ".join(f"{p.title} {p.text}" for ranking in rankings for p in ranking)
 
 
-def write(question, splits, search, observe=everything, **budgets):
-    return TranscriptWriter(search, observe, **budgets).write(question, splits)
+def write(question, splits, search, observe=everything, seed=0, **budgets):
+    return TranscriptWriter(search, observe, **budgets).write(question, splits, np.random.default_rng(seed))
 
 
 def both(question, search, observe=everything, **budgets):
@@ -113,15 +112,32 @@ def test_a_question_is_kept_whether_it_is_split_or_not(questions, search):
 
 
 def test_the_first_thought_reveals_nothing(questions, search):
-    """The first thought lists entities and relations in one form, whatever the kind and whether it is split."""
-    thoughts = [first_thought(rounds_of(question)) for question in questions.values()]
-    assert all(thought.startswith("Named: ") and thought.count(". Asked: ") == 1 for thought in thoughts)
-    assert thoughts[:2] == [
-        "Named: Alfred Hitchcock, Orson Welles. Asked: date of birth.",
-        "Named: Citizen Kane. Asked: director, place of birth.",
-    ]
-    for kind in ROWS:
-        assert len({turns[0].text.split("</think>")[0] for turns in both(questions[kind], search).values()}) == 1
+    """The first thought has entities and relations in one of several forms, whatever the kind and the split."""
+    given = {"comparison": "Alfred Hitchcock, Orson Welles", "compositional": "Citizen Kane"}
+    asked = {"comparison": "date of birth", "compositional": "director, place of birth"}
+    for kind in given:
+        forms = set()
+        for seed in range(30):
+            turns = both(questions[kind], search, seed=seed)
+            first = {turns[split][0].text.split("</think>")[0].removeprefix("<think>") for split in (False, True)}
+            assert len(first) == 1
+            forms |= first
+        assert forms == {plan.format(names=given[kind], relations=asked[kind]) for plan in PLANS}
+
+
+def test_dates_are_put_in_order_and_vain_searches_are_not_learned(questions, search):
+    """The last thought of a comparison orders its dates; a correction follows a search that shows no fact."""
+    for turns in both(questions["comparison"], search).values():
+        assert "Alfred Hitchcock, Orson Welles" in turns[-1].text and len(turns) <= 3
+
+    def find_full_names(queries):  # as on a large corpus, where half a name finds another entity
+        return [search([q])[0] if q.startswith(("Alfred", "Orson")) else [PASSAGES[2]] for q in queries]
+
+    corrected = both(questions["comparison"], find_full_names, correction_share=1.0)
+    for split, (vain, again, *_) in corrected.items():
+        assert not vain.trained and again.trained and vain.queries != again.queries
+        assert vain.queries[0] == "Hitchcock date of birth" and len(vain.queries) == len(again.queries) == 1 + split
+    assert [len(t) for t in both(questions["comparison"], search, correction_share=1.0).values()] == [3, 2], "found"
 
 
 def test_questions_whose_facts_are_not_shown_are_left_out(questions, search, tiny_tokenizer):

@@ -1,0 +1,47 @@
+"""SmolLM2-135M-Instruct on a laptop: short rollouts of one passage per sub-query, 64 per step.
+
+    python launch/sft.py --config=configs/smollm2_135m.py --config.model.path=MODEL --transcripts=FILE \\
+        --workdir=runs/cold_start
+    python launch/train.py --config=configs/smollm2_135m.py --config.model.path=runs/cold_start/policy \\
+        --config.data.source=TRAIN --config.retrieval.index=INDEX --workdir=runs/smollm2
+
+A model of this size needs the cold start.
+"""
+
+from ml_collections import ConfigDict
+
+from psearch_jax.config import config_dict
+
+
+def get_config() -> ConfigDict:
+    return config_dict(
+        model=dict(
+            path="HuggingFaceTB/SmolLM2-135M-Instruct",
+            dtype="float32",
+            sampling_dtype="float32",
+            remat="none",
+        ),
+        data=dict(template="compact"),
+        retrieval=dict(topk=1, max_sub_queries=4),
+        rollout=dict(
+            slots=64,
+            samples=8,
+            context_tokens=1024,
+            prompt_tokens=224,
+            turn_tokens=128,
+            obs_tokens=288,
+            search_turns=4,
+        ),
+        learning=dict(
+            mini_batch_rollouts=64,
+            micro_batch_rows=4,
+            learning_rate=1e-5,
+            warmup_ratio=0.05,
+            weight_decay=0.0,
+            old_logprobs="sampler",
+            kl_coefficient=0.001,
+        ),
+        train=dict(steps=80, prompts=8, checkpoint_every_steps=10, keep_checkpoints=1),
+        eval=dict(questions_per_kind=48, temperature=0.0),
+        sft=dict(epochs=2, batch_rows=16, learning_rate=1e-4),
+    )
