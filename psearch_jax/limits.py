@@ -115,6 +115,19 @@ def _validate_learning(config: Config) -> None:
         f"learning.importance_cap={le.importance_cap} has no effect with old_logprobs=sampler, where the sampler's "
         "log-probs are the old policy's; accepted: 0",
     )
+    _require(
+        le.kl_coefficient or not (le.teacher or le.kl_to == "wrong"),
+        f"learning: teacher={le.teacher!r} and kl_to={le.kl_to} need a KL term; accepted: kl_coefficient above 0",
+    )
+    _require(
+        bool(t.scripted) == bool(t.scripted_steps),
+        f"train: found scripted={t.scripted!r} with scripted_steps={t.scripted_steps}; accepted: both or none",
+    )
+    _require(
+        not t.scripted_steps or (r.samples > 1 and not r.initial_search),
+        f"train.scripted_steps={t.scripted_steps} replaces a rollout of every group by one without an initial search; "
+        "accepted with rollout.samples of at least 2 and rollout.initial_search=false",
+    )
 
 
 def _validate_algorithm(config: Config) -> None:

@@ -108,6 +108,7 @@ class Trajectory:
     prompt_length: int  # tokens of the prompt
     # (position, version), ascending: from each position on, tokens were sampled by the weights after `version` steps.
     versions: tuple[tuple[int, int], ...] = ()
+    scripted: bool = False  # a transcript in the place of a rollout; its log-probs are 0, because no policy sampled it
 
     @property
     def answer(self) -> str | None:
@@ -163,8 +164,10 @@ class TrainBatch:
     advantage: np.ndarray  # [B, S] float32, of the sampled tokens
     # Under the trainer's weights before the first update on the batch; zeros if the loss needs none (`needs_score`).
     old_logprobs: np.ndarray  # [B, S] float32
-    ref_logprobs: np.ndarray  # [B, S] float32, under the frozen reference (zeros when the KL term is off)
-    sampler_logprobs: np.ndarray  # [B, S] float32, as recorded while sampling
+    # Under the frozen reference; zeros when the KL term is off, rl.losses.NO_KL in rows that it leaves out (kl_to).
+    ref_logprobs: np.ndarray  # [B, S] float32
+    # As recorded while sampling; of a scripted trajectory those of the trainer, as in `old_logprobs`.
+    sampler_logprobs: np.ndarray  # [B, S] float32
     values: np.ndarray  # [B, S] float32, from the critic before its first update on the batch (zeros without a critic)
     returns: np.ndarray  # [B, S] float32, the critic's targets
 

@@ -100,6 +100,8 @@ CLOSED = {"source": "closed_world"}
         ),
         ({"reward": {"profile": "compat", "outcome": "f1"}}, ["outcome=em", "profile=compat"]),
         ({"learning": {"kl_in": "reward"}}, ["kl_in=reward", "algorithm=ppo"]),
+        ({"learning": {"kl_to": "wrong", "kl_coefficient": 0.0}}, ["kl_to=wrong", "kl_coefficient above 0"]),
+        ({"train": {"scripted_steps": 5}}, ["scripted=''", "scripted_steps=5", "both or none"]),
         ({"learning": {"algorithm": "ppo"}, "train": {"dynamic_sampling_rounds": 1}}, ["dynamic_sampling_rounds"]),
         (
             {"learning": {"algorithm": "ppo"}, "critic": {"pretrain_steps": 60}, "train": {"steps": 60}},

@@ -15,6 +15,7 @@ from psearch_jax.assembly.checks import check_run, missing_inputs, needs_retriev
 from psearch_jax.assembly.policies import (
     describe_policy,
     init_adapters,
+    load_teacher,
     load_tokenizer,
     load_weights,
     with_adapter_shape,
@@ -24,6 +25,7 @@ from psearch_jax.assembly.questions import load_questions, make_world
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import Config, DecoderConfig, Method, with_method
 from psearch_jax.data.loader import QuestionLoader
+from psearch_jax.data.transcripts import read_trajectories
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.limits import validate
 from psearch_jax.models import lora
@@ -168,14 +170,23 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         log.warning("rollouts are sampled with older weights without a correction: set learning.importance_cap=2")
     recording = Recording(config.train.replay) if config.train.replay else None
     questions, evaluation = load_questions(config, parts.world)
-    evaluation = [] if recording else evaluation
+    evaluation, scripted = [] if recording else evaluation, {}
+    if config.train.scripted and not recording:  # a recording has them
+        file, render, limit = config.train.scripted, parts.collector.render, config.retrieval.max_sub_queries
+        scripted = read_trajectories(file, questions, render, parts.tokenizer, config.rollout, limit)
+        log.info("%d training questions have a scripted transcript", len(scripted))
     total_updates = updates_per_step(config) * config.train.steps
     optimizer, base = make_optimizer(learning, total_updates), parts.params if adapters else None
     rollout_mesh, n_ids = parts.collector.sampler.mesh, parts.tokenizer.size
-    learner = Learner(config, parts.model, optimizer, mesh, n_ids, base=base, rollout_mesh=rollout_mesh)
+    teacher, reference, teacher_path = None, None, ""
+    if learning.teacher:
+        teacher, reference, teacher_path = load_teacher(config, mesh, parts.tokenizer)
+        check_run(config, teacher, mesh, None, jax.process_count())
+    learner = Learner(
+        config, parts.model, optimizer, mesh, n_ids, base=base, rollout_mesh=rollout_mesh, teacher=teacher
+    )
     trained = init_adapters(config, parts.model, mesh) if adapters else parts.params
-    reference = None
-    if learning.kl_coefficient > 0:
+    if learning.kl_coefficient > 0 and reference is None:
         reference = trained if config.model.adapters else learner.reference_copy(parts.params)
     abstract, critic, critic_start = abstract_state(trained, optimizer), None, None
     if learning.algorithm == "ppo":
@@ -196,7 +207,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
-    contents = _describe_inputs(config, parts, loader.fingerprint, evaluation)
+    contents = _describe_inputs(config, parts, loader.fingerprint, evaluation, teacher_path)
     return Run(
         config=config,
         collector=parts.collector,
@@ -211,6 +222,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         tokenizer_path=parts.tokenizer.directory,
         user_config=user_config,
         reference=reference,
+        scripted=scripted,
         critic=critic,
         recording=recording,
         lora=checkpoint.lora_record(config.model, config.seed, parts.path),
@@ -219,10 +231,11 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
 
 
 def _describe_inputs(
-    config: Config, parts: Engine, questions: str, evaluation: Sequence[Question]
+    config: Config, parts: Engine, questions: str, evaluation: Sequence[Question], teacher: str
 ) -> dict[str, tuple[str, str]]:
     """For each field with `Resume.SAME_CONTENT`, the path it names and a fingerprint of the content."""
     data, index, corpus = config.data, config.retrieval.index, config.retrieval.corpus
+    scripted = config.train.scripted
     template = "" if data.prompts_in_rows else load_template(data.template)
     return describe_policy(config.model, parts.path, parts.tokenizer) | {
         "data.source": (data.source, questions),
@@ -230,6 +243,8 @@ def _describe_inputs(
         "data.template": (data.template, settings.hash_texts(template)),
         "retrieval.index": (index, settings.hash_files(index, ("**/manifest.json",)) if index else ""),
         "retrieval.corpus": (corpus, settings.hash_files(corpus) if corpus else ""),
+        "train.scripted": (scripted, settings.hash_files(scripted) if scripted else ""),
+        "learning.teacher": (teacher, settings.hash_files(teacher, settings.WEIGHTS) if teacher else ""),
     }
 
 

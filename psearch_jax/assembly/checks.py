@@ -25,11 +25,13 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
     model, data, retrieval = config.model, config.data, config.retrieval
     tokenizer = packaged(model.tokenizer)
     lines = []
-    if model.path not in ("", "toy") and not is_remote(model.path) and not _exists_here_or_on_hub(model.path):
-        lines.append(
-            f"config.model.path={model.path}: neither a directory nor a reachable hub id; get it with "
-            f"`hf download {model.path} --local-dir=DIR` and set --config.model.path=DIR"
-        )
+    models = {"model.path": model.path, "learning.teacher": config.learning.teacher if training else ""}
+    for name, path in models.items():
+        if path not in ("", "toy") and not is_remote(path) and not _exists_here_or_on_hub(path):
+            lines.append(
+                f"config.{name}={path}: neither a directory nor a reachable hub id; get it with "
+                f"`hf download {path} --local-dir=DIR` and set --config.{name}=DIR"
+            )
     if not model.path and not tokenizer:
         lines.append("config.model.tokenizer: random weights (model.path is empty) need a tokenizer directory")
     elif tokenizer and not is_remote(tokenizer) and not _exists_here_or_on_hub(tokenizer, "tokenizer_config.json"):
@@ -53,12 +55,13 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
         files = {name: path for name, path in questions.items() if path not in ("", CLOSED_WORLD)}
         lines += [_not_found(name, path) for name, path in files.items() if not location_exists(path)]
     local = {
-        "model.path": model.path if is_remote(model.path) else "",
+        **{name: path if is_remote(path) else "" for name, path in models.items()},
         "model.tokenizer": tokenizer if is_remote(tokenizer) else "",
         "model.adapters": model.adapters,
         "retrieval.index": retrieval.index,
         "retrieval.corpus": retrieval.corpus,
         "retrieval.token_file": retrieval.token_file if retrieval.url else "",
+        "train.scripted": config.train.scripted if training and not config.train.replay else "",
     }
     for name, path in local.items():
         try:

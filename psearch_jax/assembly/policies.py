@@ -40,6 +40,23 @@ def load_weights(
     return model, decoder.random_params(model, config.seed, dtype, shard), ""
 
 
+def load_teacher(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> tuple[DecoderConfig, nnx.State, str]:
+    """Shape, weights (storage-sharded, in the sampling dtype) and directory of the teacher that the config names.
+
+    Raises:
+      UserError: it has another tokenizer than the policy; its weights are not loaded then.
+    """
+    named = config.learning.teacher
+    path = packaged(named) if named == "toy" else hf.resolve(named)
+    if Tokenizer.load(path).fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"config.learning.teacher={named}: its tokenizer is not the policy's ({tokenizer.name}), accepted: a "
+            "model with the same token ids"
+        )
+    section = replace(config.model, path=path)
+    return load_weights(replace(config, model=section), mesh, None, None, jnp.dtype(section.sampling_dtype))
+
+
 def with_adapter_shape(config: Config) -> Config:
     """The config with the rank and alpha of the adapters that it names.
 

@@ -238,10 +238,18 @@ class LearningSection:
     clip_low: float = share(0.2, "Clips the ratio of policy to old policy below 1 - clip_low.")
     clip_high: float = setting(0.2, "Clips the same ratio above 1 + clip_high.", at_least=0)
     kl_coefficient: float = setting(
-        0.001, "Weight of the KL to the policy at the start of the run; 0: no reference copy is kept.", at_least=0
+        0.001, "Weight of the KL to the reference policy (see `teacher`); 0: no reference is kept.", at_least=0
     )
     kl_in: Literal["loss", "reward"] = setting(
         "loss", "`loss`: the KL is a term of the loss; `reward`: it is subtracted from each token's reward (PPO only)."
+    )
+    kl_to: Literal["all", "wrong"] = setting(
+        "all", "Rollouts with a KL term. `wrong`: only those whose outcome part of the reward is below 1 (DGPO)."
+    )
+    teacher: str = same_content(
+        "",
+        "Hugging Face directory or hub id of a model of any size with the policy's tokenizer: the KL is to this "
+        'teacher, loaded in `model.sampling_dtype`. "": to the policy at the start of the run.',
     )
     entropy_coefficient: float = setting(0.0, "Weight of the entropy, which is subtracted from the loss.", at_least=0)
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = setting(
@@ -293,6 +301,12 @@ class TrainSection:
         "whose rewards are all equal; 0: off.",
         at_least=0,
     )
+    scripted: str = same_content(
+        "",
+        "Transcripts of training questions, as launch/write_transcripts.py writes them. In the first `scripted_steps` "
+        "steps, the last rollout of a question's group is replaced by the question's transcript, if there is one.",
+    )
+    scripted_steps: int = setting(0, "Number of first steps with transcripts in the groups; 0: off.", at_least=0)
     checkpoint_every_steps: int = free(
         50, "Writes a checkpoint at multiples of this step, every 20 minutes, and at the end.", at_least=1
     )

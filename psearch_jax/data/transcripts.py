@@ -1,4 +1,4 @@
-"""Token rows for supervised fine-tuning: from a run's rollouts, or from transcripts written by hand.
+"""Token rows for supervised fine-tuning: from a run's rollouts, or from transcripts. Transcripts as rollouts.
 
 One JSON object per line, of either form:
 
@@ -7,14 +7,15 @@ rollout      a row of a run's `trajectories/*.jsonl` or of launch/sample.py: `id
 transcript   {"question": "...", "turns": [{"text": "<think> .. </think> <search> a ## b </search>",
              "passages": [[{"title": "..", "text": ".."}, ..], [..]]}, .., {"text": "<think> .. </think> <answer> ..
              </answer>"}]}. `passages` has one list per sub-query, best first. `"train": false` in a turn leaves it out
-             of the loss. `prompt`, a list of chat messages, replaces the template if data.template=row.
+             of the loss. `prompt`, a list of chat messages, replaces the template if data.template=row. To take the
+             place of a rollout (train.scripted), it needs the `source` and the `id` of its question.
 
 The loss covers the model's own tokens: never a prompt, a passage or a corrective message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ from psearch_jax.runtime.paths import locate
 from psearch_jax.text import tags
 from psearch_jax.text.prompts import render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import UserError
+from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
 
 Row = tuple[np.ndarray, np.ndarray]  # token ids [S] int32, loss mask [S] bool
@@ -97,33 +98,100 @@ def read_rows(
       UserError: a file that is missing, empty or unreadable; or a row, named by its line, that is neither form, was
         written with another tokenizer, has nothing to learn from, or is longer than `rollout.context_tokens`.
     """
-    path = locate(path)
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}), accepted: a jsonl file") from None
     rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}: line {number}"
-        value = _parse(line, where)
+    for where, value in _read_lines(path):
         if isinstance(value, _Rollout):
             row = _rollout_row(value, tokenizer, where)
         else:
             prompt = _prompt(value, tokenizer, template, where)
             row = encode_transcript(tokenizer, prompt, _turns(value, max_sub_queries, where), rollout.obs_tokens)
-        if not row[1].any():
-            raise UserError(f"{where}: no token to learn from, accepted: at least one turn that is trained on")
-        if len(row[0]) > rollout.context_tokens:
-            raise UserError(
-                f"{where}: {len(row[0])} tokens, accepted: at most config.rollout.context_tokens="
-                f"{rollout.context_tokens}"
-            )
-        rows.append(row)
+        rows.append(_check_row(row, rollout, where))
     if not rows:
         raise UserError(f"{path}: no rows found, accepted: jsonl, each line {_ACCEPTED}")
     return rows
+
+
+def read_trajectories(
+    path: str | Path,
+    questions: Iterable[Question],
+    render: Callable[[Question], list[int]],
+    tokenizer: Tokenizer,
+    rollout: RolloutSection,
+    max_sub_queries: int,
+) -> dict[bytes, Trajectory]:
+    """The transcripts of a jsonl file, each as the last rollout of its question's group, by `Question.identity`.
+
+    Their tokens are those of `encode_transcript`. Transcripts of other questions are left out.
+
+    Args:
+      questions: of the run.
+      render: from a question to the token ids of its prompt.
+      rollout: the budgets, and the size of a group.
+
+    Raises:
+      UserError: as `read_rows`; no transcript is of one of the questions; or a line is not the only transcript of its
+        question, has another text of it, does not end with an answer, or has too many turns.
+    """
+    transcripts: dict[tuple[str, str], tuple[str, _Transcript]] = {}
+    for where, value in _read_lines(path):
+        if isinstance(value, _Rollout) or not (isinstance(value.source, str) and isinstance(value.id, str)):
+            raise UserError(f"{where}: no source and id found, accepted: a transcript of launch/write_transcripts.py")
+        before, _ = transcripts.setdefault((value.source, value.id), (where, value))
+        if before != where:
+            raise UserError(f"{where}: the question of {before} found again, accepted: one transcript per question")
+    stop, out = tokenizer.encode_trusted("<|im_end|>"), dict[bytes, Trajectory]()
+
+    def parse(turn: TranscriptTurn) -> Turn:
+        action = tags.parse_turn(turn.text, max_sub_queries)
+        n_sampled = len(tokenizer.encode_reply(turn.text)) + (0 if turn.queries else len(stop))
+        return Turn(turn.text, action.kind, action.well_formed, turn.queries, turn.passages, action.answer, n_sampled)
+
+    for question in questions:
+        if len(out) == len(transcripts):
+            break
+        if (question.source, question.id) not in transcripts:
+            continue
+        where, transcript = transcripts[question.source, question.id]
+        if transcript.question != question.text:
+            raise UserError(f"{where}: field question: {transcript.question!r} found, accepted: {question.text!r}")
+        prompt, turns = render(question), _turns(transcript, max_sub_queries, where)
+        parsed = tuple(map(parse, turns))
+        if parsed[-1].action != "answer" or len(parsed) > rollout.search_turns + 1:
+            raise UserError(
+                f"{where}: {len(parsed)} turns found, the last with action {parsed[-1].action}, accepted: an answer "
+                f"after at most config.rollout.search_turns={rollout.search_turns} turns"
+            )
+        row = encode_transcript(tokenizer, prompt, turns, rollout.obs_tokens)
+        ids, mask = _check_row(row, rollout, where)
+        known = ids, mask, np.zeros(len(ids), np.float32), len(prompt)
+        out[question.identity] = Trajectory(question, rollout.samples - 1, "answered", parsed, *known, scripted=True)
+    if not out:
+        raise UserError(f"{path}: no transcript of a training question found, accepted: with the source and id of one")
+    return out
+
+
+def _read_lines(path: str | Path) -> Iterator[tuple[str, _Rollout | _Transcript]]:
+    """The lines of a file that are not blank, each with its place for messages."""
+    path = locate(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}), accepted: a jsonl file") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path}: line {number}"
+            yield where, _parse(line, where)
+
+
+def _check_row(row: Row, rollout: RolloutSection, where: str) -> Row:
+    ids, mask = row
+    if not mask.any():
+        raise UserError(f"{where}: no token to learn from, accepted: at least one turn that is trained on")
+    if len(ids) > rollout.context_tokens:
+        raise UserError(
+            f"{where}: {len(ids)} tokens, accepted: at most config.rollout.context_tokens={rollout.context_tokens}"
+        )
+    return row
 
 
 # ---- the fields of a line ----
@@ -146,6 +214,8 @@ class _Turn(_Strict):
 
 
 class _Transcript(_Strict):
+    source: Any = None  # these two, and the text of the question, for `read_trajectories`
+    id: Any = None
     question: str = ""  # needed with a template
     prompt: Any = None  # needed without
     turns: list[_Turn] = Field(min_length=1)

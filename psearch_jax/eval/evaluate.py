@@ -211,6 +211,7 @@ def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int
         "sample": t.sample,
         "step": step,
         "status": t.status,
+        **({"scripted": True} if t.scripted else {}),
         "reward": asdict(reward) | {"total": reward.total} if reward else {},
         "turns": [turn_row(turn) for turn in t.turns],
         "ids": np.asarray(t.ids).tolist(),

@@ -148,8 +148,12 @@ def make_plan(
     _, abstract = decoder.abstract_params(model)
     _, with_values = decoder.abstract_params(model, values=True)
     dtype = jnp.dtype(config.model.sampling_dtype)
-    low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), abstract)
-    stored = attach_shardings(low, param_shardings(abstract, STORAGE, mesh))
+
+    def frozen(weights: nnx.State) -> nnx.State:
+        low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), weights)
+        return attach_shardings(low, param_shardings(weights, STORAGE, mesh))
+
+    stored = frozen(abstract)
     base_of_critic = without_lm_head(stored) if lora else None
     optimizer, critic_optimizer = make_optimizer(config.learning, 1000), make_optimizer(critic_learning(config), 1000)
 
@@ -160,8 +164,11 @@ def make_plan(
     policy, critic = state_of(abstract, optimizer), state_of(with_values, critic_optimizer)
     n_ids = min(TOKENIZER_IDS, model.vocab_rows)
     base = stored if lora else None
-    learner = Learner(config, model, optimizer, mesh, n_ids, base=base, rollout_mesh=rollout_mesh)
-    reference = stored if config.learning.kl_coefficient > 0 else None
+    teacher, reference = None, stored if config.learning.kl_coefficient > 0 else None
+    if config.learning.teacher:
+        teacher = model_shape(replace(config, model=replace(config.model, path=config.learning.teacher)))
+        reference = frozen(decoder.abstract_params(teacher)[1])
+    learner = Learner(config, model, optimizer, mesh, n_ids, base=base, rollout_mesh=rollout_mesh, teacher=teacher)
     sampler = bare_sampler(config, model, rollout_mesh)
     shapes = SamplerShapes.of(r, rollout_mesh, sampler.by_length)
     slots = sampler.abstract_state(shapes.slots, shapes.positions)
@@ -177,7 +184,7 @@ def make_plan(
         "critic": critic.params if ppo else {},
         "critic_optimizer": critic.optimizer if ppo else {},
         "frozen_base": stored if lora else {},
-        "reference": reference if reference is not None and not lora else {},
+        "reference": reference if reference is not None and (teacher or not lora) else {},
         "sampling_copy": sampler.abstract_params(),
         "sampler_state": slots,
         "prompt_pool": pool,
@@ -196,6 +203,8 @@ def make_plan(
         others = sum(resident[group] for group in _resident_during(name, in_place))
         if name in ("critic_values", "critic_accumulate"):  # their argument is the base without its lm head
             others += head
+        if name == "reference_logprobs" and teacher:  # otherwise its argument is the base, if there is one
+            others += resident["frozen_base"]
         variants = []
         for width in programs[name].widths:
             p = _compile(programs[name], width, others)

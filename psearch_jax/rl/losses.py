@@ -18,6 +18,7 @@ from psearch_jax.types import MicroBatch, TrainBatch
 METRICS = ("loss", "kl", "entropy", "clip_fraction", "ratio", "logp_gap", "importance", "importance_squared")
 VALUE_METRICS = ("loss", "value", "clip_fraction")
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32, so a diverged ratio does not make the update NaN
+NO_KL = np.inf  # as the reference's log-prob of a token, which a log-prob cannot be: the token has no KL term
 MAX_KL = 10.0  # of a token, as in verl: one token that the policy has nearly unlearned does not dominate the loss
 
 
@@ -98,7 +99,8 @@ def policy_loss(
     Args:
       logp, entropy: of the policy.
       old: log-probs of the old policy. It may be `stop_gradient(logp)`; the ratio is then 1 everywhere.
-      batch: its `ref_logprobs` only matter where `kl_coefficient` is above 0 and in the metric `kl`.
+      batch: its `ref_logprobs` only matter where `kl_coefficient` is above 0 and in the metric `kl`, the mean over the
+        tokens that have a KL term.
 
     Returns:
       The loss to minimise, and metrics (METRICS). `logp_gap` is the mean of |sampler_gap|; `importance` and
@@ -113,12 +115,12 @@ def policy_loss(
     importance = jnp.exp(jnp.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if learning.importance_cap > 0:
         surrogate = surrogate * jnp.minimum(importance, learning.importance_cap)
-    kl = jnp.where(sampled, k3(logp, batch.ref_logprobs), 0.0)
+    has_kl = sampled & (batch.ref_logprobs != NO_KL)
+    kl = jnp.where(has_kl, k3(logp, batch.ref_logprobs), 0.0)
     kl_coefficient = learning.kl_coefficient if learning.kl_in == "loss" else 0.0
     per_token = (-surrogate + kl_coefficient * kl - learning.entropy_coefficient * entropy) * mask
     loss = aggregate(per_token, batch, learning.aggregation, context_tokens)
     means = {
-        "kl": kl,
         "entropy": entropy * mask,
         "clip_fraction": (ratio * advantage > clipped * advantage) & sampled,
         "ratio": ratio * mask,
@@ -127,7 +129,8 @@ def policy_loss(
         "importance_squared": importance**2 * mask,
     }
     tokens = jnp.sum(mask)
-    return loss, {"loss": loss, **{name: Ratio(jnp.sum(values), tokens) for name, values in means.items()}}
+    metrics = {"loss": loss, "kl": Ratio(jnp.sum(kl), jnp.sum(mask * has_kl))}
+    return loss, metrics | {name: Ratio(jnp.sum(values), tokens) for name, values in means.items()}
 
 
 def value_loss(values: jax.Array, batch: MicroBatch, clip: float) -> tuple[Ratio, dict[str, Ratio]]:

@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 
 from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.models import decoder
+from psearch_jax.models.backend import choose_backend
 from psearch_jax.rl.batch import Place, select_rows
-from psearch_jax.rl.losses import METRICS, count_rows, policy_loss
+from psearch_jax.rl.losses import METRICS, NO_KL, count_rows, policy_loss
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.runtime.compiling import Program, abstract
 from psearch_jax.runtime.metrics import Ratio
@@ -45,6 +46,7 @@ class Learner(Trainable):
     Args (in addition to those of `Trainable`):
       n_ids: number of token ids of the tokenizer; as in the sampler, so that all log-probs are of one distribution.
       rollout_mesh: the sampler's; default: the same mesh.
+      teacher: the shape of the reference, if it is another model than the policy.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class Learner(Trainable):
         *,
         base: nnx.State | None = None,
         rollout_mesh: Mesh | None = None,
+        teacher: DecoderConfig | None = None,
     ):
         learning, m, temperature = config.learning, config.model, config.rollout.temperature
         self._context_tokens, sampling_dtype = config.rollout.context_tokens, jnp.dtype(m.sampling_dtype)
-        self._has_reference = learning.kl_coefficient > 0
+        self._has_reference, self._scores_scripted = learning.kl_coefficient > 0, config.train.scripted_steps > 0
         # With one update per step, its own forward pass gives the log-probs of the old policy.
         self._reads_own_logprobs = updates_per_step(config) == 1 and learning.old_logprobs == "trainer"
         metrics = [name for name in METRICS if name != "kl" or self._has_reference]
@@ -79,9 +82,9 @@ class Learner(Trainable):
         super().__init__(
             config, model, optimizer, mesh, loss_fn=loss_fn, metrics=metrics, score_fn=score_fn, base=base
         )
-        self._reference_score = self._jit_score(
-            decoder.graphdef(model, jnp.dtype(m.dtype), m.remat, self._backend, m.shard_residual)
-        )
+        reference, dtype = teacher or model, jnp.dtype(m.dtype)
+        backend = choose_backend(mesh, dtype, reference)  # packs as many trajectories into a row as the policy's
+        self._reference_score = self._jit_score(decoder.graphdef(reference, dtype, m.remat, backend, m.shard_residual))
         self._copy = SamplingCopy(
             *self._weights_and_adapters(self._abstract.params),
             sampling_dtype,
@@ -100,12 +103,13 @@ class Learner(Trainable):
     def has_gradient(self, batch: TrainBatch) -> np.ndarray:
         """[N] bool, the rows that `update` trains on.
 
-        Without a KL penalty and an entropy bonus, a row without any advantage has a gradient of exactly 0. Such rows
+        Without a KL term and an entropy bonus, a row without any advantage has a gradient of exactly 0. Such rows
         count in the divisor of the loss and are not computed; all other metrics are means over the trained rows.
         """
-        if self._has_reference or self._learning.entropy_coefficient:
+        if self._learning.entropy_coefficient:
             return np.ones(len(batch.length), bool)
-        return (batch.advantage != 0).any(axis=1)
+        has_kl = self._has_reference & (batch.ref_logprobs != NO_KL)
+        return ((batch.advantage != 0) | has_kl).any(axis=1)
 
     def _pack_trained(self, batch: TrainBatch) -> tuple[list[tuple[list[Place], MicroBatch]], Omitted]:
         trained = self.has_gradient(batch)
@@ -125,7 +129,10 @@ class Learner(Trainable):
     def reference_score(
         self, reference: nnx.State, batch: TrainBatch, check_stop: Callable[[], None] = never_stop
     ) -> np.ndarray:
-        """`score` with the reference: complete weights, or the adapters that a run started from. [N, S] float32."""
+        """`score` with the reference, [N, S] float32.
+
+        The reference has complete weights, of the policy or the teacher, or the adapters that a run started from.
+        """
         score, frozen = self._reference_call(reference, self._frozen)
         return self._over_batch(lambda micro_batch: score(reference, frozen, micro_batch), batch, check_stop)
 
@@ -141,6 +148,9 @@ class Learner(Trainable):
         """
         copy = self._copy.program(*self._weights_and_adapters(self._abstract.params))
         programs = [copy, *super().programs()]
+        if self._scores_scripted and not self.needs_score:
+            params, frozen = self._abstract.params, self._abstract_frozen()
+            programs.append(self._score_program(self.score_name, self._score, params, frozen))
         if reference is not None:
             function, frozen = self._reference_call(reference, self._abstract_frozen())
             reference = jax.tree.map(abstract, reference)

@@ -67,7 +67,8 @@ def _sample(run: Run, questions: Sequence[Question], step: int, rollouts: Rollou
     """Starts the rollouts of all processes' questions; returns the batch that was started `train.staleness` calls ago.
 
     Without staleness these are the rollouts of `questions`. Groups that the step already has are left out: a batch
-    from the next epoch may repeat a question, which would give the same rollouts.
+    from the next epoch may repeat a question, which would give the same rollouts. In the first `train.scripted_steps`
+    steps, the last rollout of a group is replaced by the transcript of its question, if there is one.
     """
     config, samples = run.config, run.config.rollout.samples
     while len(run.stream) < config.train.staleness:  # the first step of a run
@@ -84,7 +85,12 @@ def _sample(run: Run, questions: Sequence[Question], step: int, rollouts: Rollou
         collected = processes.in_order(own, samples)  # from here on every process computes the same
     rollouts.usage += run.stream.spent()
     known = {t.question.identity for t in rollouts.trajectories}
-    return [t for t in collected if t.question.identity not in known]
+    scripted = run.scripted if step < config.train.scripted_steps else {}
+    return [
+        scripted.get(t.question.identity, t) if t.sample == samples - 1 else t
+        for t in collected
+        if t.question.identity not in known
+    ]
 
 
 def _replay(

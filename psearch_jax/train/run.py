@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from psearch_jax.train.learner import Learner
 from psearch_jax.train.replay import Recording
 from psearch_jax.train.state import TrainState
 from psearch_jax.train.trainable import Trainable
-from psearch_jax.types import Question
+from psearch_jax.types import Question, Trajectory
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Run:
     tokenizer_path: str
     user_config: Config  # as the user set it; recorded in config.json
     reference: nnx.State | None = None  # None when the KL coefficient is 0
+    scripted: Mapping[bytes, Trajectory] = field(default_factory=dict)  # by the identity of their questions
     critic: Trainable | None = None  # PPO only
     recording: Recording | None = None  # of the rollouts to learn from, in place of sampling
     lora: dict[str, Any] | None = None  # what a checkpoint of adapters records about their base weights

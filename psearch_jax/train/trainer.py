@@ -7,7 +7,7 @@ Several processes share one directory: all save and restore the checkpoints; the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,8 @@ from tqdm import tqdm
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.rl import gae
 from psearch_jax.rl.advantages import trained_rows
-from psearch_jax.rl.batch import make_batch, mini_batches
+from psearch_jax.rl.batch import make_batch, mini_batches, select_rows
+from psearch_jax.rl.losses import NO_KL
 from psearch_jax.runtime import cli, processes
 from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.runtime.metrics import MetricsWriter
@@ -39,7 +40,7 @@ from psearch_jax.train.run import Run
 from psearch_jax.train.saving import Saver, Start, resume
 from psearch_jax.train.state import TrainState
 from psearch_jax.train.trainable import never_stop
-from psearch_jax.types import Question, TrainBatch, UserError
+from psearch_jax.types import Question, RewardParts, TrainBatch, Trajectory, UserError
 from retrieval.protocol import RetrievalError
 
 TRAJECTORIES_PER_STEP = 64  # written to trajectories/
@@ -193,31 +194,55 @@ def train_step(run: Run, questions: Sequence[Question], step: int) -> tuple[dict
     trained = [rollouts.trajectories[i] for i in rows]
     batch = make_batch(trained, rollouts.advantages[rows], config.rollout.context_tokens)
     with run.phase("logprobs", times):
-        batch = _score(run, batch, np.asarray([rollouts.rewards[i].total for i in rows]))
+        batch = _score(run, batch, trained, [rollouts.rewards[i] for i in rows])
     with run.phase("update", times):
         run.state, updates = _update(run, batch, step)
     return step_metrics(run, step, rollouts, batch, updates, times), rollouts
 
 
-def _score(run: Run, batch: TrainBatch, totals: np.ndarray) -> TrainBatch:
+def _score(
+    run: Run, batch: TrainBatch, trajectories: Sequence[Trajectory], rewards: Sequence[RewardParts]
+) -> TrainBatch:
     """Adds the log-probs that the loss needs and, with a critic, values, returns and advantages.
 
+    The unknown sampler of scripted rows is taken to be the present policy: their ratio is 1 in the first update, and
+    their importance weight is 1.
+
     Args:
-      totals: [N], the reward of each row.
+      trajectories, rewards: N, of the rows.
     """
     learning, check_stop, state = run.config.learning, run.stop.checker(), run.current_state()
     if run.learner.needs_score:
         batch = replace(batch, old_logprobs=run.learner.score(state.params, batch, check_stop))
+    scripted = np.flatnonzero([t.scripted for t in trajectories])
+    if len(scripted):
+        own, sampler = select_rows(batch, scripted), batch.sampler_logprobs.copy()
+        scored = run.learner.needs_score
+        sampler[scripted] = own.old_logprobs if scored else run.learner.score(state.params, own, check_stop)
+        batch = replace(batch, sampler_logprobs=sampler)
     if run.reference is not None:
-        batch = replace(batch, ref_logprobs=run.learner.reference_score(run.reference, batch, check_stop))
+        batch = replace(batch, ref_logprobs=_reference_logprobs(run, batch, rewards, check_stop))
     if run.critic is None or state.critic is None:
         return batch
     values = run.critic.score(state.critic.params, batch, check_stop)
     old = batch.sampler_logprobs if learning.old_logprobs == "sampler" else batch.old_logprobs
     kl_coefficient = learning.kl_coefficient if learning.kl_in == "reward" else 0.0
-    rewards = gae.token_rewards(totals, batch.mask, old, batch.ref_logprobs, kl_coefficient)
-    raw, returns = gae.estimate_advantages(rewards, values, batch.mask, gae.GAMMA, learning.gae_lambda)
+    totals, ref = np.asarray([parts.total for parts in rewards]), batch.ref_logprobs
+    per_token = gae.token_rewards(totals, batch.mask, old, np.where(ref == NO_KL, old, ref), kl_coefficient)
+    raw, returns = gae.estimate_advantages(per_token, values, batch.mask, gae.GAMMA, learning.gae_lambda)
     return replace(batch, advantage=gae.whiten(raw, batch.mask), values=values, returns=returns)
+
+
+def _reference_logprobs(
+    run: Run, batch: TrainBatch, rewards: Sequence[RewardParts], check_stop: Callable[[], None]
+) -> np.ndarray:
+    """[N, S] float32; with `kl_to=wrong`, rows with a right outcome are not scored and have NO_KL everywhere."""
+    if run.config.learning.kl_to == "all":
+        return run.learner.reference_score(run.reference, batch, check_stop)
+    wrong = np.flatnonzero([parts.outcome < 1 for parts in rewards])
+    out = np.full(batch.ids.shape, NO_KL, np.float32)
+    out[wrong] = run.learner.reference_score(run.reference, select_rows(batch, wrong), check_stop)
+    return out
 
 
 def _update(run: Run, batch: TrainBatch, step: int) -> tuple[TrainState, list[dict[str, float]]]:

@@ -7,7 +7,7 @@ import pytest
 from helpers import rollout_section
 from written import say
 
-from psearch_jax.data.transcripts import read_rows
+from psearch_jax.data.transcripts import read_rows, read_trajectories
 from psearch_jax.eval.evaluate import trajectory_row
 from psearch_jax.text import tags
 from psearch_jax.text.prompts import render_prompt
@@ -89,6 +89,21 @@ def test_prompts_of_the_rows(tmp_path, tiny_tokenizer):
     row = {"prompt": [{"role": "user", "content": "Look it up."}], "turns": [{"text": ANSWER}]}
     (parsed,) = read_rows(written(tmp_path, row), tiny_tokenizer, None, ROLLOUT)
     assert "user\nLook it up.<|im_end|>" in tiny_tokenizer.decode(parsed[0], control=True)
+
+
+def test_a_transcript_that_cannot_be_a_rollout_is_refused(tmp_path, tiny_tokenizer):
+    """In one line that names its place and what is accepted."""
+    row, asked = {**GOOD, "source": "s", "id": "1"}, [Question("s", "1", GOOD["question"], ("Ada",), "parallel")]
+    for rows, words in (
+        ([GOOD], "line 1: no source and id found"),
+        ([row, row], "line 2: the question of .*line 1 found again"),
+        ([{**row, "question": "Who?"}], "line 1: field question: 'Who.' found, accepted: 'Who is older"),
+        ([{**row, "turns": TURNS[:1]}], "line 1: 1 turns found, the last with action search, accepted: an answer"),
+        ([{**row, "turns": [TURNS[0]] * 3 + TURNS[1:]}], "line 1: 4 turns found, .* config.rollout.search_turns=2"),
+        ([{**row, "id": "3"}], "no transcript of a training question found"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read_trajectories(written(tmp_path, *rows), asked, lambda _: [5], tiny_tokenizer, ROLLOUT, 8)
 
 
 TURNS = GOOD["turns"]

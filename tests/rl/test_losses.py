@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from psearch_jax.config import LearningSection
-from psearch_jax.rl.losses import MAX_KL, k3, policy_loss, value_loss
+from psearch_jax.rl.losses import MAX_KL, NO_KL, k3, policy_loss, value_loss
 from psearch_jax.types import MicroBatch
 
 # Two rows of four positions; row 0 has two sampled tokens, row 1 one. All other log-probs are junk on purpose.
@@ -101,7 +101,10 @@ def test_the_clip_is_asymmetric_and_pessimistic(ratio, advantage, expected, cut)
 
 
 def test_kl_by_hand():
-    """The k3 estimator; above MAX_KL a token has no gradient (verl); with kl_in=reward the loss has no KL."""
+    """The k3 estimator; above MAX_KL a token has no gradient (verl); with kl_in=reward the loss has no KL.
+
+    With kl_to=wrong, a right rollout has neither a KL nor its gradient, and does not count in the metric.
+    """
     estimates = k3(jnp.array([-1.0, -1.0, -2.0, -8.0]), jnp.array([-1.0, -2.0, -1.0, -1.0]))
     np.testing.assert_allclose(estimates, [0.0, math.exp(-1), math.e - 2, MAX_KL], rtol=1e-6)
     slopes = jax.grad(lambda logp: k3(logp, jnp.array([-1.0, -1.0])).sum())(jnp.array([-2.0, -8.0]))
@@ -114,6 +117,11 @@ def test_kl_by_hand():
     in_reward, metrics = loss(kl_coefficient=0.5, kl_in="reward")
     np.testing.assert_allclose(in_reward.total, sum(TOKENS), rtol=1e-5)
     assert metrics["kl"].value > 0
+    only_second = np.where([[True], [False]], NO_KL, REF).astype(np.float32)
+    kl = loss(kl_coefficient=0.5, ref_logprobs=only_second)[1]["kl"].value
+    np.testing.assert_allclose(kl, math.exp(d[2]) - d[2] - 1, rtol=1e-4)
+    slope = jax.grad(lambda x: loss(x, advantage=0 * ADVANTAGE, kl_coefficient=0.5, ref_logprobs=only_second)[0].total)
+    np.testing.assert_allclose(slope(jnp.asarray(LOGP)), at_sampled(0, 0, 0.5 * (1 - math.exp(d[2])), 0), rtol=1e-4)
 
 
 def test_importance_weights_by_hand():

@@ -14,7 +14,10 @@ import numpy as np
 from helpers import by_name, same_bits
 from programs import Program, completed, wait_until
 
+from psearch_jax.assembly.questions import make_world, training_questions
 from psearch_jax.config import Config, from_mapping
+from psearch_jax.data.scripted_transcripts import transcript_row
+from psearch_jax.data.transcripts import TranscriptTurn
 from psearch_jax.train.checkpointing import checkpoint
 
 SMALL = {
@@ -99,6 +102,16 @@ def small_config(policy: Path, **fields) -> Config:
         sections.setdefault(section, {})[key] = value
     sections["model"] = {"dtype": "float32", "sampling_dtype": "float32", **sections["model"]}
     return from_mapping(sections)
+
+
+def write_transcripts(file: Path, config: Config) -> Path:
+    """Transcripts of every second training question of the closed world: a split search, then an answer."""
+    world = make_world(config)
+    turns = [TranscriptTurn("<think> a </think><search> a ## b </search>", ("a", "b"), (world.passages[:1],) * 2)]
+    turns.append(TranscriptTurn("<think> a </think><answer> 1815 </answer>"))
+    rows = [transcript_row(question, turns) for question in training_questions(config, world)[::2]]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
 
 
 # ---- several processes ----

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import same_bits
 from programs import Program
-from runs import command, final_params, metrics_without_clocks, run, small_config, wait_for
+from runs import command, final_params, metrics_without_clocks, run, small_config, wait_for, write_transcripts
 
 from psearch_jax.assembly import build
 from psearch_jax.config import RolloutSection
@@ -33,10 +33,13 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A recorded run that learns something."""
+    """A recorded run that learns something, in its first step from transcripts, too."""
     workdir = tmp_path_factory.mktemp("recorded")
-    run(command(workdir, "toy", STEPS, **RECORDED))
-    assert all(row["gradient_norm"] > 1e-3 for row in metrics_without_clocks(workdir))
+    file = write_transcripts(workdir / "transcripts.jsonl", small_config("toy"))
+    run(command(workdir, "toy", STEPS, **RECORDED, **{"train.scripted": file, "train.scripted_steps": 1}))
+    rows = metrics_without_clocks(workdir)
+    assert all(row["gradient_norm"] > 1e-3 for row in rows) and 0 < rows[0]["scripted"] <= 1 / 4
+    assert "scripted" not in rows[1]
     return workdir
 
 

@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from runs import assert_same_run, metrics_without_clocks, small_config
+from runs import assert_same_run, metrics_without_clocks, small_config, write_transcripts
 
 from psearch_jax.assembly import build
 from psearch_jax.rl.advantages import trained_rows
@@ -68,8 +68,10 @@ def test_silent_groups_are_drawn_again(tiny_policy):
 
 @pytest.mark.slow
 def test_a_run_that_draws_again_resumes_to_the_bit(tiny_policy, tmp_path):
-    """The loader's position after the extra draws is saved."""
+    """The loader's position after the extra draws is saved. Transcripts are used in the same steps."""
     fields = {
+        "train.scripted": str(write_transcripts(tmp_path / "transcripts.jsonl", small_config(tiny_policy))),
+        "train.scripted_steps": 3,
         "train.dynamic_sampling_rounds": 2,
         "train.steps": 4,
         "eval.questions_per_kind": 0,
@@ -79,4 +81,5 @@ def test_a_run_that_draws_again_resumes_to_the_bit(tiny_policy, tmp_path):
     trainer.train(build_run(tiny_policy, **{**fields, "train.steps": 2}), tmp_path / "parts")
     trainer.train(build_run(tiny_policy, **fields), tmp_path / "parts")
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
-    assert any(row["draws"] > 1 for row in metrics_without_clocks(tmp_path / "whole"))
+    rows = metrics_without_clocks(tmp_path / "whole")
+    assert any(row["draws"] > 1 for row in rows) and rows[2]["scripted"] > 0 and "scripted" not in rows[3]

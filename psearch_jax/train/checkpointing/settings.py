@@ -63,7 +63,8 @@ def differences(saved: Mapping[str, Any], now: Record) -> dict[str, str]:
             if old != new:
                 out[name] = f"{old!r}, now {new!r}"
         elif not isinstance(old, dict):
-            out[name] = f"not recorded, now {new['names']!r}"
+            if old != new["names"]:
+                out[name] = f"not recorded, now {new['names']!r}"
         elif old["is"] != new["is"] and old["names"] == new["names"]:
             out[name] = f"{new['names']!r} has other contents"
         elif old["is"] != new["is"]:

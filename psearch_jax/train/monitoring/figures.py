@@ -25,21 +25,24 @@ def step_metrics(
     updates: Sequence[Mapping[str, float]],
     times: Mapping[str, float],
 ) -> dict[str, float]:
-    """All metrics of a step.
+    """All metrics of a step. Scripted rollouts count in those of the updates and of the groups only.
 
     Args:
       batch: the rows that were learned from, with values and returns if there is a critic.
       updates: the metrics of each optimizer step.
       times: the seconds of each phase.
     """
-    config, trajectories = run.config, rollouts.trajectories
+    config, sampled = run.config, [i for i, t in enumerate(rollouts.trajectories) if not t.scripted]
+    trajectories, rewards = [rollouts.trajectories[i] for i in sampled], [rollouts.rewards[i] for i in sampled]
     metrics = over_updates(updates)
     if run.critic is not None:
         metrics[f"{CRITIC}explained_variance"] = explained_variance(batch.values, batch.returns, batch.mask)
     if config.train.staleness:
         metrics |= staleness(trajectories, step)
-    metrics |= rollout_metrics(trajectories, rollouts.rewards, rollouts.advantages, config.rollout.samples)
-    metrics |= {"reward": mean(parts.total for parts in rollouts.rewards), "draws": len(rollouts.draws)}
+    metrics |= rollout_metrics(trajectories, rewards, rollouts.advantages, config.rollout.samples)
+    metrics |= {"reward": mean(parts.total for parts in rewards), "draws": len(rollouts.draws)}
+    if len(sampled) < len(rollouts.trajectories):
+        metrics["scripted"] = 1 - len(sampled) / len(rollouts.trajectories)
     metrics |= {f"{name}_s": value for name, value in times.items()}
     if run.recording is None:
         metrics |= rollouts.usage.metrics()
@@ -58,7 +61,8 @@ def rollout_metrics(
     """Behaviour by question kind, reward parts by (kind, split or not), format, end status and group signal.
 
     Args:
-      trajectories, rewards, advantages: N of each, the rollouts of a group next to each other.
+      trajectories, rewards: N of each.
+      advantages: of complete groups, which may also have scripted rollouts; those of a group adjacent.
       samples: the size of a group.
     """
     out: dict[str, float] = {}
