@@ -139,11 +139,11 @@ def read_trajectories(
         before, _ = transcripts.setdefault((value.source, value.id), (where, value))
         if before != where:
             raise UserError(f"{where}: the question of {before} found again, accepted: one transcript per question")
-    stop, out = tokenizer.encode_trusted("<|im_end|>"), dict[bytes, Trajectory]()
+    out: dict[bytes, Trajectory] = {}
 
     def parse(turn: TranscriptTurn) -> Turn:
         action = tags.parse_turn(turn.text, max_sub_queries)
-        n_sampled = len(tokenizer.encode_reply(turn.text)) + (0 if turn.queries else len(stop))
+        n_sampled = len(tokenizer.encode_reply(turn.text)) + (not turn.queries)  # a stop token, unless it searches
         return Turn(turn.text, action.kind, action.well_formed, turn.queries, turn.passages, action.answer, n_sampled)
 
     for question in questions:
