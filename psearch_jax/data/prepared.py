@@ -17,8 +17,8 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from psearch_jax.data.sources import Seen, add_to_seen, convert_rows, iter_questions, read_questions
-from psearch_jax.data.triple_questions import make_questions
-from psearch_jax.data.triples import read_triples, select_stated
+from psearch_jax.data.triple_questions import ALL_FORMS, SIZES, make_questions
+from psearch_jax.data.triples import read_triples, select_stated, without_entities_of
 from psearch_jax.runtime.paths import locate, on_disk, write_atomically
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Kind, Question, UserError, first_line
@@ -33,11 +33,18 @@ _ROWS, _SUMMARY = "questions.array_record", "questions.json"
 
 @dataclass(frozen=True)
 class TripleOptions:
-    """How questions are made from triples. `corpus`: passages that must state the facts; None: no check."""
+    """How questions are made from triples.
+
+    `corpus`: passages that must state the facts; None: no check. `exclude`: a question file whose evidence triples
+    share no entity with those used. `sizes` and `forms` as in `make_questions`.
+    """
 
     count: int = 2000
     seed: int = 0
     corpus: Sequence[Passage] | None = None
+    exclude: str | None = None
+    sizes: Sequence[int] = SIZES
+    forms: Sequence[str] = ALL_FORMS
 
 
 class PreparedQuestions(Sequence[Question]):
@@ -166,11 +173,16 @@ def _iter_location(
         yield from convert_rows(_tfds_rows(location), source or name, skipped, seen)
     elif location.startswith(TRIPLES_PREFIX):
         triples, source = read_triples(location.removeprefix(TRIPLES_PREFIX), skipped), source or "triples"
+        if options.exclude is not None:
+            kept = without_entities_of(triples, read_triples(options.exclude, skipped))
+            log.info("%s: %d of %d triples have other entities", location, len(kept), len(triples))
+            triples = kept
         if options.corpus is not None:
             stated = select_stated(triples, options.corpus)
             log.info("%s: passages about their entity state %d of %d triples", location, len(stated), len(triples))
             triples = stated
-        for question in make_questions(triples, seed=options.seed, count=options.count, source=source):
+        chosen = {"sizes": options.sizes, "forms": options.forms}
+        for question in make_questions(triples, seed=options.seed, count=options.count, source=source, **chosen):
             add_to_seen(question, location, seen)
             yield question
     else:

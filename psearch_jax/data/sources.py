@@ -11,15 +11,18 @@ parquet      columns `data_source`, `prompt` (chat messages), `reward_model.grou
 
 from __future__ import annotations
 
+import codecs
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from psearch_jax.data.kinds import KIND_OF_LABEL, UNLABELLED, musique_kind
 from psearch_jax.runtime.paths import locate
 from psearch_jax.types import Kind, Question, UserError, first_line
-from retrieval.protocol import as_utf8
+from retrieval.protocol import Passage, as_utf8
 
 # The fields that may contain a part of a question, in order of precedence; a dot leads into an object.
 _IDS = ("extra_info.index", "id", "_id", "query_id")
@@ -31,6 +34,10 @@ _QUESTION_MARK = "Question:"
 _PARQUET_COLUMNS = ("id", "question", "data_source", "prompt", "reward_model", "extra_info", "metadata")
 _ACCEPTED = "FlashRAG jsonl, a JSON array of questions, or Search-R1 parquet"
 _BOM = b"\xef\xbb\xbf"
+# What precedes an element of a JSON array, or, as a group, the end of the array.
+_BEFORE_FIRST, _BEFORE_NEXT = re.compile(r"\s*\[\s*(\]\s*)?"), re.compile(r"\s*(?:,\s*|(\]\s*))")
+# Bytes of an array that are read at a time, and characters that an element may have.
+_CHUNK, _LONGEST_ELEMENT = 1 << 20, 1 << 26
 
 Seen = dict[tuple[str, str], str]  # (source, id) -> where it was read
 
@@ -50,7 +57,7 @@ def read_questions(path: str | Path, source: str | None = None, skipped: list[st
 def iter_questions(
     path: str | Path, source: str | None = None, skipped: list[str] | None = None, seen: Seen | None = None
 ) -> Iterator[Question]:
-    """Yields the questions of a file one by one, so that a large file is never in memory (except a JSON array).
+    """Yields the questions of a file one by one, so that a large file is never in memory.
 
     Args:
       path: `.parquet`, else a JSON array or jsonl, distinguished by the first character.
@@ -67,15 +74,27 @@ def iter_questions(
       UserError: one line with the file, the line and the field: a file that is missing or unreadable, a row without
         question or answers, an unknown label, a duplicate id.
     """
-    path = locate(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file, accepted: {_ACCEPTED}")
-    rows: Iterator[tuple[str, Any]]
-    if path.suffix == ".parquet":
-        rows = _parquet_rows(path)
-    else:
-        rows = _array_rows(path) if _is_array(path) else _lines(path)
-    yield from convert_rows(rows, source or path.stem, skipped, {} if seen is None else seen)
+    yield from convert_rows(_rows(path), source or locate(path).stem, skipped, {} if seen is None else seen)
+
+
+def iter_contexts(paths: Iterable[str | Path]) -> Iterator[Passage]:
+    """The distinct paragraphs in the `context` of HotpotQA's and 2WikiMultiHopQA's own rows, as a corpus.
+
+    Yields:
+      Passages by the first occurrence of their title and text; ids count from 0. Titles are as in `supporting_facts`.
+
+    Raises:
+      UserError: as `iter_questions`, a row without `context`, or no paragraph in any file.
+    """
+    digests: set[bytes] = set()  # of title and text, which take less memory
+    for where, row in (pair for path in paths for pair in _rows(path)):
+        for title, text in _paragraphs(_parse_row(row, where), where):
+            digest = hashlib.sha256(f"{title}\n{text}".encode()).digest()[:16]
+            if text and digest not in digests:
+                digests.add(digest)
+                yield Passage(str(len(digests) - 1), title, text)
+    if not digests:
+        raise UserError("no paragraphs found in any source, at least one is needed")
 
 
 def convert_rows(
@@ -87,8 +106,7 @@ def convert_rows(
     """
     for where, row in rows:
         try:
-            value = _parse(row, where, "one object per line") if isinstance(row, bytes) else row
-            question = _convert(value, source, where)
+            question = _convert(_parse_row(row, where), source, where)
             add_to_seen(question, where, seen)
         except UserError as error:
             if skipped is None:
@@ -109,6 +127,16 @@ def add_to_seen(question: Question, where: str, seen: Seen) -> None:
 # ---- rows ----
 
 
+def _rows(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """(where, row) of every row of a file of any format; a line of jsonl is not parsed yet."""
+    path = locate(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file, accepted: {_ACCEPTED}")
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    return _array_rows(path) if _is_array(path) else _lines(path)
+
+
 def _is_array(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(4096).removeprefix(_BOM).lstrip()[:1] == b"["
@@ -124,25 +152,62 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _array_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(where, element) of a JSON array, numbered from 1. A `query` element without an id gets its index, from 0."""
-    for number, element in enumerate(_parse(path.read_bytes(), str(path), _ACCEPTED), 1):
-        if isinstance(element, dict) and "query" in element and not {"id", "_id", "query_id"} & set(element):
-            element = {**element, "id": number - 1}
-        yield f"{path}: element {number}", element
-
-
-def _parse(data: bytes, where: str, accepted: str) -> Any:
-    """The JSON value in UTF-8 bytes; escaped lone surrogates, which cannot be encoded, become question marks."""
+    number = 0
     try:
-        text = data.decode("utf-8-sig")
-        value = json.loads(text)
-        if "\\ud" in text or "\\uD" in text:
-            value = json.loads(as_utf8(json.dumps(value, ensure_ascii=False)))
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise UserError(f"{where}: not UTF-8 text (byte 0x{byte:02x} at {error.start}), accepted: UTF-8") from None
+        for number, element in enumerate(_elements(path), 1):
+            if isinstance(element, dict) and "query" in element and not {"id", "_id", "query_id"} & set(element):
+                element = {**element, "id": number - 1}
+            yield f"{path}: element {number}", element
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({error}), accepted: {accepted}") from None
+        raise _not_json(f"{path}: element {number + 1}", error, _ACCEPTED) from None
+
+
+def _elements(path: Path) -> Iterator[Any]:
+    """The elements of a JSON array, one by one; only a part of the file is in memory."""
+    decode, parse = codecs.getincrementaldecoder("utf-8-sig")().decode, json.JSONDecoder().raw_decode
+    text, start, at_end, separator = "", 0, False, _BEFORE_FIRST
+    with path.open("rb") as file:
+        while True:
+            try:
+                before = separator.match(text, start)
+                if before and before[1] and at_end and before.end() == len(text):
+                    return
+                if not before or before[1]:
+                    raise json.JSONDecodeError("Expecting ',' or the end of the array", text, start)
+                element, end = parse(text, before.end())
+            except json.JSONDecodeError:
+                if at_end or len(text) - start > _LONGEST_ELEMENT:
+                    raise
+                # The element may continue after `text`. Reading as much again keeps the repeated parsing linear.
+                chunk = file.read(max(_CHUNK, len(text) - start))
+                text, start, at_end = text[start:] + decode(chunk, not chunk), 0, not chunk
+                continue
+            yield _without_surrogates(element, text[start:end])
+            start, separator = end, _BEFORE_NEXT
+
+
+def _parse_row(row: Any, where: str) -> Any:
+    """A row, or the JSON value in a line of jsonl."""
+    if not isinstance(row, bytes):
+        return row
+    try:
+        text = row.decode("utf-8-sig")
+        return _without_surrogates(json.loads(text), text)
+    except (ValueError, RecursionError) as error:
+        raise _not_json(where, error, "one object per line") from None
+
+
+def _without_surrogates(value: Any, text: str) -> Any:
+    """The JSON value of `text`; escaped lone surrogates, which cannot be encoded, become question marks."""
+    if "\\ud" in text or "\\uD" in text:
+        return json.loads(as_utf8(json.dumps(value, ensure_ascii=False)))
     return value
+
+
+def _not_json(where: str, error: Exception, accepted: str) -> UserError:
+    if isinstance(error, UnicodeDecodeError):
+        return UserError(f"{where}: not UTF-8 text (byte 0x{error.object[error.start]:02x}), accepted: UTF-8")
+    return UserError(f"{where}: not JSON ({error}), accepted: {accepted}")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -162,6 +227,17 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 # ---- one row ----
+
+
+def _paragraphs(row: Any, where: str) -> Iterator[tuple[str, str]]:
+    """(title, text) of the paragraphs in a row's `context`. Some sets start sentences with a space, others do not."""
+    context = row.get("context") if isinstance(row, dict) else None
+    for paragraph in context if isinstance(context, list) else [context]:
+        match paragraph:
+            case [str(title), [*sentences]] if all(isinstance(sentence, str) for sentence in sentences):
+                yield " ".join(title.split()), " ".join(" ".join(sentences).split())
+            case _:
+                raise _refused(where, "context", paragraph, "[[title, [sentence, ..]], ..], as HotpotQA has")
 
 
 def _convert(row: Any, source: str, where: str) -> Question:

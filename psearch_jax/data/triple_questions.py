@@ -51,7 +51,7 @@ RELATIONS = {
     "inception": Relation("date", "foundation date", "was founded", "when was {e} founded"),
 }
 OPENINGS = ("", "Tell me: ", "I would like to know: ", "Could you tell me: ", "Please find out: ", "Do you know: ")
-SIZES = (2, 2, 2, 3, 4)  # numbers of names to choose from, drawn uniformly
+SIZES = (2, 2, 2, 3, 4)  # default numbers of names to choose from, drawn uniformly
 SHARES: dict[Kind, float] = {"parallel": 0.45, "sequential": 0.45, "single": 0.1}
 MOST_PER_FACTS = 3  # at most this number of questions of one form about the same facts
 TWINS = 0.35  # share of all questions that are the parallel (or sequential) member of a pair of twins
@@ -60,19 +60,34 @@ FORMS: dict[Kind, tuple[str, ...]] = {  # drawn uniformly
     "sequential": ("bridge", *["bridge_choose"] * 4),
     "single": ("fact", "fact_choose"),
 }
+ALL_FORMS = tuple(dict.fromkeys(form for forms in FORMS.values() for form in forms))
 Draft = tuple[Question, list[str], frozenset[Triple]]  # without a text and an id; its possible texts; its facts
 
 
-def make_questions(triples: Iterable[Triple], *, seed: int, count: int, source: str) -> list[Question]:
+def make_questions(
+    triples: Iterable[Triple],
+    *,
+    seed: int,
+    count: int,
+    source: str,
+    sizes: Sequence[int] = SIZES,
+    forms: Sequence[str] = ALL_FORMS,
+) -> list[Question]:
     """Questions about the triples, with distinct texts; equal arguments give equal questions.
+
+    Args:
+      sizes: numbers of names to choose from, drawn uniformly; each at least 2.
+      forms: the forms of FORMS to use. Kinds without any are left out, the others keep their proportions.
 
     Raises:
       UserError: no question can be made.
     """
-    maker = QuestionMaker(triples, np.random.default_rng([seed, 0x7249]), source)
-    maker.add_questions("sequential", "parallel", round(TWINS * count))
-    for kind, share in SHARES.items():
-        maker.add_questions(kind, None, round(share * count))
+    maker = QuestionMaker(triples, seed, source, sizes, forms)
+    shares = {kind: share for kind, share in SHARES.items() if maker.forms[kind]}
+    if "sequential" in shares and "parallel" in shares:
+        maker.add_questions("sequential", "parallel", round(TWINS * count))
+    for kind, share in shares.items():
+        maker.add_questions(kind, None, round(share / sum(shares.values()) * count))
     questions = maker.shuffle(list(maker.made.values()))[:count]
     if not questions:
         raise UserError(f"{source}: no question can be made of the triples")
@@ -84,8 +99,9 @@ def make_questions(triples: Iterable[Triple], *, seed: int, count: int, source: 
 class QuestionMaker:
     """Makes questions about triples with one random generator. A draft is None if the facts drawn do not fit."""
 
-    def __init__(self, triples: Iterable[Triple], rng: np.random.Generator, source: str):
-        self.rng, self.source = rng, source
+    def __init__(self, triples: Iterable[Triple], seed: int, source: str, sizes: Sequence[int], forms: Sequence[str]):
+        self.rng, self.source, self.sizes = np.random.default_rng([seed, 0x7249]), source, sizes
+        self.forms = {kind: [form for form in of_kind if form in forms] for kind, of_kind in FORMS.items()}
         dated = {name: relation.value_type == "date" for name, relation in RELATIONS.items()}
         facts = [t for t in select_certain(triples) if t.relation in dated and bool(t.date) == dated[t.relation]]
         self.chains = {"fact": [(fact,) for fact in facts], "bridge": chain_triples(facts)}
@@ -118,7 +134,7 @@ class QuestionMaker:
     def draft(self, kind: Kind) -> Draft | None:
         """A draft of a kind about facts that are not used up; None if many attempts fail."""
         for _ in range(20):
-            form = self.pick(FORMS[kind])
+            form = self.pick(self.forms[kind])
             drafted = self.draft_parallel(form) if kind == "parallel" else self.draft_chain(form)
             rounds, answers, clauses = drafted or ([], (), [])
             facts = frozenset(fact for r in rounds for fact in r)
@@ -131,7 +147,7 @@ class QuestionMaker:
         return None
 
     def draft_parallel(self, form: str) -> tuple[list[list[Triple]], tuple[str, ...], list[str]] | None:
-        """Which of two to four entities was born, died, was released or founded first or last, or has some value?"""
+        """Which of several entities was born, died, was released or founded first or last, or has some value?"""
         facts = self.draw_facts(dated=form == "compare")
         if not facts or not all(differ(a, b) for a, b in combinations(facts, 2)):
             return None
@@ -147,7 +163,7 @@ class QuestionMaker:
         return [facts], tuple(dict.fromkeys((right.entity, without_parenthesis(right.entity)))), clauses
 
     def draft_chain(self, form: str) -> tuple[list[list[Triple]], tuple[str, ...], list[str]] | None:
-        """What is at the end of a chain of facts, or which of two to four values is?"""
+        """What is at the end of a chain of facts, or which of several values is?"""
         chain = self.pick(self.chains[form.removesuffix("_choose")])
         if not chain:
             return None
@@ -165,19 +181,20 @@ class QuestionMaker:
         return [[fact] for fact in chain], end.value_spellings, clauses
 
     def draw_facts(self, dated: bool) -> list[Triple]:
-        """Two to four facts of one relation; relations are weighted by the square root of their number of facts."""
+        """Some facts of one relation; relations are weighted by the square root of their number of facts."""
         relations = [name for name in self.facts if (RELATIONS[name].value_type == "date") == dated]
         if not relations:
             return []
         weights = np.sqrt([len(self.facts[name]) for name in relations])
         relation = relations[int(self.rng.choice(len(relations), p=weights / weights.sum()))]
-        facts = self.shuffle(self.facts[relation])[: self.pick(SIZES)]
-        return facts if len(facts) > 1 and can_list([fact.entity for fact in facts]) else []
+        order = self.rng.permutation(len(self.facts[relation]))[: self.pick(self.sizes)]
+        facts = [self.facts[relation][i] for i in order]
+        return facts if len(facts) in self.sizes and can_list([fact.entity for fact in facts]) else []
 
     def draw_options(self, right: Triple) -> list[str]:
         """The value of a fact among values of other facts of its relation; [] if there are too few."""
-        options, count = [right], self.pick(SIZES)
-        for other in self.shuffle(self.facts[right.relation])[: 8 * count]:
+        options, count = [right], self.pick(self.sizes)
+        for other in self.shuffle(self.facts[right.relation], 8 * count):
             if len(options) < count and all(differ(known, other) for known in options):
                 options.append(other)
         names = [fact.value for fact in self.shuffle(options)]
@@ -187,8 +204,8 @@ class QuestionMaker:
         """One of the items, uniformly; None if there are none."""
         return items[int(self.rng.integers(len(items)))] if items else None
 
-    def shuffle(self, items: Sequence) -> list:
-        return [items[int(i)] for i in self.rng.permutation(len(items))]
+    def shuffle(self, items: Sequence, count: int | None = None) -> list:
+        return [items[int(i)] for i in self.rng.permutation(len(items))[:count]]
 
 
 def choose_from(names: Sequence[str], predicate: str, person: bool) -> list[str]:

@@ -143,6 +143,14 @@ def select_stated(triples: Iterable[Triple], corpus: Sequence[Passage]) -> list[
     return [triple for triple, name in named if len(titles[name]) == 1 and is_stated(triple, texts[name])]
 
 
+def without_entities_of(triples: Iterable[Triple], others: Iterable[Triple]) -> list[Triple]:
+    """The triples whose entity is not in `others`, as an entity or a value, and whose value is not an entity there."""
+    others = list(others)
+    entities = {name_key(other.entity) for other in others}
+    names = entities | {name_key(other.value) for other in others}
+    return [t for t in triples if name_key(t.entity) not in names and name_key(t.value) not in entities]
+
+
 def select_certain(triples: Iterable[Triple]) -> list[Triple]:
     """The triples, sorted, without descriptions in place of names and entities with several values of a relation."""
     values: dict[tuple[str, str], set[Triple]] = defaultdict(set)

@@ -199,6 +199,10 @@ def test_bad_row_names_file_line_and_field(tmp_path, name):
         (b"\n \n", "no questions found"),
         (b'{"id": "a", "ques', ":1: not JSON"),
         (b'["\xff"]', "not UTF-8 text"),
+        (b'[{"_id": "a", "question": "?", "answer": "b"}, {"_id": "c", "ques', "element 2: not JSON"),
+        (b'[{"_id": "a", "question": "?", "answer": "b"}', "element 2: not JSON"),
+        (b'[{"_id": "a", "question": "?", "answer": "b"}] [1]', "element 2: not JSON"),
+        (b"[]", "no questions found"),
         (b"PAR1 but not really", "not a readable parquet file"),
     ],
 )
