@@ -50,13 +50,15 @@ test-ci: lint
 test-all: lint
 	$(PYTEST) -m "not real" --durations=25 tests
 
-# Tests with real weights: make test-real PSEARCH_QWEN=DIR [PSEARCH_CORPUS=FILE]. In one process, to save memory.
+# Tests with real weights: make test-real PSEARCH_QWEN=DIR (or PSEARCH_SMOLLM2=DIR) [PSEARCH_CORPUS=FILE]. In one
+# process, to save memory.
 test-real: weights-named $(TEST_STAMP)
-	PSEARCH_QWEN="$(PSEARCH_QWEN)" $(BIN)/python -m pytest -n 0 --durations=15 tests/test_real.py
+	PSEARCH_QWEN="$(PSEARCH_QWEN)" PSEARCH_SMOLLM2="$(PSEARCH_SMOLLM2)" $(BIN)/python -m pytest -n 0 --durations=15 tests/test_real.py
 
 weights-named:
-	@if [ -z "$(PSEARCH_QWEN)" ]; then echo "test-real: PSEARCH_QWEN is not set, accepted: a directory with the" \
-		"weights of Qwen2.5-0.5B-Instruct (hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir=DIR)" >&2; exit 2; fi
+	@if [ -z "$(PSEARCH_QWEN)$(PSEARCH_SMOLLM2)" ]; then echo "test-real: neither PSEARCH_QWEN nor PSEARCH_SMOLLM2" \
+		"is set, accepted: a directory with the weights of Qwen2.5-0.5B-Instruct (hf download" \
+		"Qwen/Qwen2.5-0.5B-Instruct --local-dir=DIR), or of SmolLM2-135M-Instruct" >&2; exit 2; fi
 
 # The documents as an offline site, site/index.html, after docs/configuration.md is generated from the code.
 docs: $(TEST_STAMP)

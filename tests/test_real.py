@@ -1,4 +1,4 @@
-"""Tests with a real model, Qwen2.5-0.5B-Instruct or another of its family: `make test-real PSEARCH_QWEN=DIR`.
+"""Tests with a real model: `make test-real PSEARCH_QWEN=DIR` (Qwen2.5-0.5B-Instruct) or `PSEARCH_SMOLLM2=DIR`.
 
 Random weights are forgiving: their distributions are flat, nothing in them depends on the twentieth layer, and no
 token of a tiny vocabulary ends a tag in its middle. These tests roll out, score, export and shard a trained model on
@@ -20,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-MODEL = os.environ.get("PSEARCH_QWEN", "")
+MODEL = os.environ.get("PSEARCH_QWEN") or os.environ.get("PSEARCH_SMOLLM2", "")
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(7200),  # sampling 300 trajectories takes half an hour where two cores do other work, too
-    pytest.mark.skipif(not MODEL, reason="PSEARCH_QWEN names no directory with real weights (make test-real)"),
+    pytest.mark.skipif(
+        not MODEL, reason="neither PSEARCH_QWEN nor PSEARCH_SMOLLM2 names real weights (make test-real)"
+    ),
 ]
 MARGIN = 1e-3  # float32 logits closer to each other than this are a tie
 SAMPLED = (12, 25)  # questions and samples of each: 300 trajectories

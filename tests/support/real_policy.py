@@ -101,9 +101,10 @@ def gap(trajectories: Sequence[Trajectory], scores: Sequence[np.ndarray]) -> np.
 
 
 def main(directory: str, out: str) -> None:
-    """Greedy rollouts with the rows split over four devices and every layer over two."""
-    settings = config(directory)
-    settings = replace(settings, mesh=replace(settings.mesh, data=4, fsdp=1, tensor=2))
+    """Greedy rollouts with every layer split over two devices if its heads are even, and the rows over the others."""
+    tensor = 1 + (hf.read_config(directory).heads % 2 == 0)
+    settings = config(directory, slots=12 if tensor == 2 else 16)
+    settings = replace(settings, mesh=replace(settings.mesh, data=8 // tensor, fsdp=1, tensor=tensor))
     mesh = make_mesh(settings.mesh)
     # Loaded once, in the sampler's sharding: four copies, one per group of rows, take 8 GB.
     model, params = hf.load_hf(directory, lambda abstract: param_shardings(abstract, SAMPLING, mesh), jnp.float32)
