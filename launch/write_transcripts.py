@@ -49,9 +49,9 @@ def main(_: list[str]) -> None:
     from psearch_jax.data.held_out import without_held_out
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.data.scripted_transcripts import Alternation, TranscriptWriter, transcript_row
-    from psearch_jax.data.triples import rounds_of
     from psearch_jax.eval.tables import table
     from psearch_jax.limits import validate
+    from psearch_jax.text.evidence import rounds_of
     from psearch_jax.text.tags import render_observation
     from psearch_jax.text.tokenizer import Tokenizer
 
@@ -79,7 +79,7 @@ def main(_: list[str]) -> None:
 
     def observe(queries: Sequence[str], rankings: Sequence[Sequence[Passage]]) -> str:
         return tokenizer.decode(
-            render_observation(queries, rankings, tokenizer.encode_foreign, config.rollout.obs_tokens)
+            render_observation(queries, rankings, tokenizer.encode_foreign, config.rollout.obs_tokens).ids
         )
 
     rng = np.random.default_rng([SEED.value, 0x7EAC])

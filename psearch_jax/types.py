@@ -92,6 +92,15 @@ class Turn:
     passages: tuple[tuple[Passage, ...], ...] = ()  # one tuple of passages per sub-query, best first
     answer: str | None = None  # content of the answer tag
     n_sampled: int = 0  # tokens sampled in this turn
+    # What the model was shown of `passages`: the last ones of a ranking may be cut or missing, and all of them are if
+    # the context was full.
+    shown: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def seen(self) -> tuple[tuple[Passage, str], ...]:
+        """The passages that the model was shown, and what it was shown of each: its title and text, up to a cut."""
+        rankings = zip(self.passages, self.shown, strict=False)
+        return tuple(pair for ranking, texts in rankings for pair in zip(ranking, texts, strict=False))
 
 
 @dataclass(frozen=True)

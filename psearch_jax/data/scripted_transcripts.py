@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from psearch_jax.data.transcripts import TranscriptTurn
-from psearch_jax.data.triples import Rounds, Triple, is_stated, rounds_of
 from psearch_jax.text.answers import normalise
+from psearch_jax.text.evidence import Rounds, Triple, is_stated, rounds_of
 from psearch_jax.text.tags import MAX_SUB_QUERIES, SEPARATOR, split_sub_queries
 from psearch_jax.types import KINDS, Question
 from retrieval.protocol import Passage

@@ -74,7 +74,7 @@ def encode_transcript(
             if not last:
                 observed = tokenizer.next_user_message(tags.CORRECTIVE_MESSAGE.strip(), obs_tokens)
         elif not last:
-            observed = tags.render_observation(turn.queries, turn.passages, encode, obs_tokens)
+            observed = tags.render_observation(turn.queries, turn.passages, encode, obs_tokens).ids
         ids += reply + observed
         mask += [turn.trained] * len(reply) + [False] * len(observed)
     return np.asarray(ids, np.int32), np.asarray(mask, bool)
@@ -140,11 +140,14 @@ def read_trajectories(
         if before != where:
             raise UserError(f"{where}: the question of {before} found again, accepted: one transcript per question")
     out: dict[bytes, Trajectory] = {}
+    encode = tokenizer.encode_foreign
 
     def parse(turn: TranscriptTurn) -> Turn:
         action = tags.parse_turn(turn.text, max_sub_queries)
         n_sampled = len(tokenizer.encode_reply(turn.text)) + (not turn.queries)  # a stop token, unless it searches
-        return Turn(turn.text, action.kind, action.well_formed, turn.queries, turn.passages, action.answer, n_sampled)
+        observation = tags.render_observation(turn.queries, turn.passages, encode, rollout.obs_tokens)
+        fields = turn.text, action.kind, action.well_formed, turn.queries, turn.passages, action.answer, n_sampled
+        return Turn(*fields, observation.shown)
 
     for question in questions:
         if len(out) == len(transcripts):

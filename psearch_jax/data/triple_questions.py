@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from psearch_jax.data.triples import Triple, chain_triples, differ, name_key, select_certain, without_parenthesis
+from psearch_jax.data.triples import chain_triples, differ, select_certain
 from psearch_jax.text.answers import normalise
+from psearch_jax.text.evidence import Triple, name_key, without_parenthesis
 from psearch_jax.types import Kind, Question, UserError
 
 log = logging.getLogger("psearch_jax")

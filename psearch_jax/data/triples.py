@@ -1,72 +1,19 @@
-"""Evidence triples [entity, relation, value], as in the rows of 2WikiMultiHopQA: which facts a question needs."""
+"""Evidence triples from the rows of question files, as 2WikiMultiHopQA has them, and those to make questions of."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 
 from psearch_jax.data.sources import iter_questions
-from psearch_jax.text.answers import contains_words, normalise
-from psearch_jax.types import Question, UserError
+from psearch_jax.text.answers import normalise
+from psearch_jax.text.evidence import Triple, is_stated, name_key, without_parenthesis
+from psearch_jax.types import UserError
 from retrieval.protocol import Passage
 
-Date = tuple[int, ...]  # year, month, day; or only the year, or year and month
-# Formats of dates, and how many parts they state.
-_DATE_FORMATS = {"%d %B %Y": 3, "%B %d, %Y": 3, "%d %b %Y": 3, "%b %d, %Y": 3, "%Y-%m-%d": 3, "%B %Y": 2, "%Y": 1}
 _DESCRIPTION = re.compile(r'"|[?;]|\b(was|died|born)\b|, the ')  # in the place of a name
-
-
-@dataclass(frozen=True)
-class Triple:
-    """One evidence triple: the `relation` of `entity` is `value`."""
-
-    entity: str
-    relation: str
-    value: str
-
-    @property
-    def date(self) -> Date | None:
-        """The value as a date, if it is one."""
-        return parse_date(self.value)
-
-    @property
-    def value_spellings(self) -> tuple[str, ...]:
-        """The value as a passage may write it; a date with the day first or the month first."""
-        date = self.date
-        if not date or len(date) < 3:
-            return (self.value,)
-        month = f"{datetime(*date):%B}"
-        return tuple(dict.fromkeys((self.value, f"{date[2]} {month} {date[0]}", f"{month} {date[2]}, {date[0]}")))
-
-
-Rounds = tuple[tuple[Triple, ...], ...]
-
-
-@lru_cache(maxsize=1 << 16)
-def parse_date(text: str) -> Date | None:
-    """The date that a text consists of; None for ambiguous formats like 4/2/1894, and for years before 1000."""
-    for form, parts in _DATE_FORMATS.items():
-        try:
-            day = datetime.strptime(text.strip(), form)
-        except ValueError:
-            continue
-        return (day.year, day.month, day.day)[:parts]
-    return None
-
-
-def name_key(name: str) -> str:
-    """A name normalised for case and white space."""
-    return " ".join(name.casefold().split())
-
-
-def without_parenthesis(title: str) -> str:
-    """`Karma (1986 film)` -> `Karma`."""
-    return re.sub(r" \([^()]*\)$", "", title)
 
 
 def differ(a: Triple, b: Triple) -> bool:
@@ -75,12 +22,6 @@ def differ(a: Triple, b: Triple) -> bool:
         known = min(len(a.date), len(b.date))
         return a.date[:known] != b.date[:known]
     return not set(name_key(a.value).split(", ")) & set(name_key(b.value).split(", "))
-
-
-def is_stated(fact: Triple, texts: Iterable[str]) -> bool:
-    """Whether one of the normalised texts contains the fact's value, as complete words; a date in any spelling."""
-    values = list(map(normalise, fact.value_spellings))
-    return any(contains_words(text, value) for text in texts for value in values)
 
 
 def read_triples(path: str | Path, skipped: list[str] | None = None) -> list[Triple]:
@@ -99,31 +40,6 @@ def read_triples(path: str | Path, skipped: list[str] | None = None) -> list[Tri
     if not triples:
         raise UserError(f"{path}: no evidence triples found, accepted: questions with metadata.evidences")
     return list(triples)
-
-
-def rounds_of(question: Question) -> Rounds:
-    """The triples that a question needs, by rounds; empty if its metadata has neither `rounds` nor `evidences`.
-
-    `rounds`, of questions that this project made, have triples in the order relation, entity, value.
-    """
-    if rounds := question.metadata.get("rounds"):
-        return tuple(tuple(Triple(entity, relation, value) for relation, entity, value in r) for r in rounds)
-    return dependency_rounds([Triple(*evidence) for evidence in question.metadata.get("evidences", [])])
-
-
-def dependency_rounds(triples: Sequence[Triple]) -> Rounds:
-    """The triples in the fewest rounds: a triple whose entity is another's value is in a later round than that one.
-
-    Names are compared without case and repeated white space. Triples in a dependency cycle (a spouse's spouse) have no
-    order: they share a round, after everything else that they need, and with what depends on them.
-    """
-    left, rounds = list(dict.fromkeys(triples)), []
-    while left:
-        free = [t for t in left if not any(o is not t and name_key(o.value) == name_key(t.entity) for o in left)]
-        free = free or left  # a cycle
-        rounds.append(tuple(free))
-        left = [t for t in left if t not in free]
-    return tuple(rounds)
 
 
 def select_stated(triples: Iterable[Triple], corpus: Sequence[Passage]) -> list[Triple]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from psearch_jax.data.triples import Triple, rounds_of
 from psearch_jax.text.answers import normalise
+from psearch_jax.text.evidence import Triple, rounds_of, states
 from psearch_jax.types import Question, UserError
 from retrieval.protocol import Passage, Retriever
 
@@ -34,7 +34,7 @@ class GoldPassages:
                 queries += [f"{fact.relation} of {fact.entity}"] if fact else []
                 rankings = retriever.search(queries, DEPTH)
                 same = [p for ranking in rankings for p in ranking if normalise(p.title) == normalise(title)]
-                stating = [p for p in rankings[-1] if fact and states(p, fact)]
+                stating = [p for p in rankings[-1] if fact and states("", p.text, fact)]
                 gold |= {p.id: p for p in same or stating[:1] or rankings[1][:1]}
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
@@ -46,11 +46,6 @@ class GoldPassages:
     def describe(self) -> dict[str, Any]:
         """The retriever's own description."""
         return self._retriever.describe()
-
-
-def states(passage: Passage, fact: Triple) -> bool:
-    text = normalise(passage.text)
-    return normalise(fact.entity) in text and normalise(fact.value) in text
 
 
 def needed_passages(question: Question) -> Sequence[tuple[str, Triple | None]]:

@@ -294,8 +294,8 @@ class RolloutScheduler:
                 rollout = self.live[b]
                 if rollout.order in passages:
                     asked, retrieved = queries[rollout.order], passages[rollout.order]
-                    rollout.turns.append(Turn("", "search", True, asked, retrieved))
-                    chunks[b] = self._observation(asked, retrieved, len(rollout.prompt))
+                    rollout.turns.append(Turn("", "search", True, asked))
+                    chunks[b] = self._observe(rollout, retrieved, len(rollout.prompt))
             return _Continuations(chunks, set(), set())
 
         self._append(processes.allgather(search_questions), self.starts)
@@ -369,9 +369,7 @@ class RolloutScheduler:
         slots = {rollout.order: b for b, rollout in self.live.items()}
         for order, passages in self._exchange(queries).items():
             b = slots[order]
-            rollout = self.live[b]
-            rollout.turns[-1] = replace(rollout.turns[-1], passages=passages)
-            chunks[b] = self._observation(rollout.turns[-1].queries, passages, len(rollout.read_row().ids))
+            chunks[b] = self._observe(self.live[b], passages, len(self.live[b].read_row().ids))
         limit = self.settings.context_tokens
         for b in [b for b, chunk in chunks.items() if len(self.live[b].read_row().ids) + len(chunk) >= limit]:
             del chunks[b]
@@ -392,10 +390,14 @@ class RolloutScheduler:
         self.usage.search_s += time.monotonic() - began
         return passages
 
-    def _observation(self, queries: Sequence[str], passages: Sequence[Sequence[Passage]], length: int) -> list[int]:
-        room = self.settings.context_tokens - length - 1
+    def _observe(self, rollout: Rollout, passages: tuple[tuple[Passage, ...], ...], length: int) -> list[int]:
+        """Records the passages of the last turn and what is shown of them; returns the tokens to append to the row."""
+        turn, room = rollout.turns[-1], self.settings.context_tokens - length - 1
         budget = max(tags.MIN_OBSERVATION_TOKENS, min(self.settings.obs_tokens, room))
-        return tags.render_observation(queries, passages, self.parts.tokenizer.encode_foreign, budget)
+        observation = tags.render_observation(turn.queries, passages, self.parts.tokenizer.encode_foreign, budget)
+        shown = observation.shown if len(observation.ids) <= room else ()  # else the rollout ends without them
+        rollout.turns[-1] = replace(turn, passages=passages, shown=shown)
+        return observation.ids
 
     def _append(self, continuations: Sequence[_Continuations], lengths: Mapping[int, int] | np.ndarray) -> None:
         """Appends every process's chunks to their rows, which hold `lengths` tokens, and starts their next turns."""

@@ -27,7 +27,6 @@ from psearch_jax.rollout.search import BatchRetriever
 from psearch_jax.runtime import processes
 from psearch_jax.serving.search import ServingSearch
 from psearch_jax.text import tags
-from psearch_jax.text.answers import contains_words, normalise
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage, in_background
 
@@ -255,16 +254,6 @@ class Answerer:
             if order in self._pending:
                 _send(self._pending.pop(order), Event("error", reason))
         search.failures.clear()
-
-
-def support(trajectory: Trajectory) -> list[Passage]:
-    """The retrieved passages that contain the answer, in their title or text: each once, in order of retrieval."""
-    answer = normalise(trajectory.answer or "")
-    retrieved = [passage for turn in trajectory.turns for ranking in turn.passages for passage in ranking]
-    first: dict[str, Passage] = {}
-    for passage in retrieved:
-        first.setdefault(passage.id, passage)
-    return [p for p in first.values() if contains_words(normalise(f"{p.title} {p.text}"), answer)]
 
 
 def _send_turns(pending: _Pending, turns: Sequence[Turn], corrected: int) -> None:

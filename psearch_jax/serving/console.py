@@ -10,8 +10,9 @@ from typing import IO, Any
 from rich.console import Console
 from rich.text import Text
 
-from psearch_jax.serving.answerer import Event, support
+from psearch_jax.serving.answerer import Event
 from psearch_jax.text import tags
+from psearch_jax.text.evidence import find_support
 from psearch_jax.types import Trajectory
 from retrieval.protocol import Passage
 
@@ -92,7 +93,7 @@ class AnswerPrinter:
         answered = summary.trajectory.status == "answered"
         self._line("")
         self._line(f"answer: {summary.trajectory.answer}" if answered else WITHOUT[summary.trajectory.status], ANSWER)
-        evidence = support(summary.trajectory)
+        evidence = find_support(summary.trajectory.turns, [summary.trajectory.answer or ""])
         if evidence:
             self._line("found in:")
         for passage in evidence:
@@ -153,7 +154,7 @@ def as_json(question: str, summary: AnswerSummary) -> dict[str, Any]:
         "answer": trajectory.answer,
         "status": trajectory.status,
         "turns": turns,
-        "found_in": [passage.id for passage in support(trajectory)],
+        "found_in": [passage.id for passage in find_support(trajectory.turns, [trajectory.answer or ""])],
         "first_text_seconds": round(summary.first_text_seconds or summary.total, 4),
         "seconds": round(summary.total, 4),
     }

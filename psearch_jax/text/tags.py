@@ -58,6 +58,19 @@ class Action:
 NO_ACTION = Action("none", (), None, False)
 
 
+@dataclass(frozen=True)
+class Observation:
+    """What a search adds to a rollout.
+
+    Attributes:
+      ids: its tokens.
+      shown: per sub-query, what they show of each passage, title included, best first; those left out are missing.
+    """
+
+    ids: list[int]
+    shown: tuple[tuple[str, ...], ...]
+
+
 def parse_turn(text: str, max_sub_queries: int = MAX_SUB_QUERIES, tail_start: int | None = None) -> Action:
     """Parse the action of one turn.
 
@@ -113,7 +126,7 @@ def render_observation(
     passages: Sequence[Sequence[Passage]],
     encode: Callable[[str], list[int]],
     budget_tokens: int,
-) -> list[int]:
+) -> Observation:
     """Render the passages of one search as at most `budget_tokens` token ids, tags and headers included.
 
     The budget without the two tags is split evenly over the sub-queries; unused tokens pass to the next one. Within a
@@ -131,12 +144,14 @@ def render_observation(
     left = budget_tokens - len(opening) - len(closing)
     labelled = len(queries) > 1
     body: list[int] = []
+    shown = []
     for i, (query, ranking) in enumerate(zip(queries, passages, strict=True)):
         share = left // (len(queries) - i)
-        block = _render_block(query if labelled else None, ranking, encode, share)
+        block, texts = _render_block(query if labelled else None, ranking, encode, share)
         body += block
+        shown.append(tuple(texts[: len(ranking)]))  # without NOTHING_FOUND
         left -= len(block)
-    return opening + body + closing
+    return Observation(opening + body + closing, tuple(shown))
 
 
 def check_observation_budget(budget_tokens: int, name: str = "budget_tokens") -> None:
@@ -145,25 +160,30 @@ def check_observation_budget(budget_tokens: int, name: str = "budget_tokens") ->
         raise UserError(f"{name}: {budget_tokens} found, at least {MIN_OBSERVATION_TOKENS} accepted")
 
 
-def _render_block(query: str | None, ranking: Sequence[Passage], encode: Callable, share: int) -> list[int]:
-    """The tokens of one sub-query: its header (unless None) and its passages, at most `share` tokens."""
+def _render_block(
+    query: str | None, ranking: Sequence[Passage], encode: Callable, share: int
+) -> tuple[list[int], list[str]]:
+    """One sub-query's header (unless None) and passages as at most `share` tokens, and the text of each passage."""
     lines = [_passage_line(p) for p in ranking] or [(NOTHING_FOUND, NOTHING_FOUND)]
     block: list[int] = []
+    texts: list[str] = []
     if query is not None:
         title_cost = len(encode(f"{lines[0][0]}\n"))
         # The header leaves room for the first title, but gets between a quarter and half of the share.
         room = max(share // 4, min(share // 2, max(3, share - title_cost)))
         header = escape_tags(" ".join(query.split()))[:HEADER_CHARACTERS]
-        block += _encode_cut(header, ":\n", encode, room)
+        block += _encode_cut(header, ":\n", encode, room)[0]
     for rank, (title, line) in enumerate(lines):
         room = share - len(block)
         tokens = encode(f"{line}\n")
         if len(tokens) > room:
             if rank == 0 or len(encode(f"{title}\n")) <= room:
-                block += _encode_cut(line, "\n", encode, room)
+                tokens, line = _encode_cut(line, "\n", encode, room)
+                block, texts = block + tokens, [*texts, line]
             break
         block += tokens
-    return block
+        texts.append(line)
+    return block, texts
 
 
 def _passage_line(passage: Passage) -> tuple[str, str]:
@@ -175,11 +195,14 @@ def _passage_line(passage: Passage) -> tuple[str, str]:
     return f"({title})", f"({title}) {text}".rstrip()
 
 
-def _encode_cut(text: str, ending: str, encode: Callable, limit: int) -> list[int]:
-    """The tokens of a prefix of `text` plus `ending` that fit into `limit`, as long as bisection finds; [] if none."""
-    best = encode(text + ending)
-    if len(best) <= limit:
-        return best
+def _encode_cut(text: str, ending: str, encode: Callable, limit: int) -> tuple[list[int], str]:
+    """A prefix of `text` that fits with `ending` into `limit` tokens, as long as bisection finds, and these tokens.
+
+    Without one, [] and "".
+    """
+    tokens = encode(text + ending)
+    if len(tokens) <= limit:
+        return tokens, text
     best, low, high = [], 0, len(text) - 1  # text[:low] fits (or is empty), text[:high + 1] does not
     while low < high:
         middle = (low + high + 1) // 2
@@ -188,4 +211,4 @@ def _encode_cut(text: str, ending: str, encode: Callable, limit: int) -> list[in
             best, low = tokens, middle
         else:
             high = middle - 1
-    return best
+    return best, text[:low].rstrip()

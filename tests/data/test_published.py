@@ -8,7 +8,8 @@ from programs import completed
 
 from psearch_jax.data import sources
 from psearch_jax.data.prepared import PreparedQuestions
-from psearch_jax.data.triples import Triple, rounds_of, without_entities_of
+from psearch_jax.data.triples import without_entities_of
+from psearch_jax.text.evidence import Triple, rounds_of
 from retrieval.corpus import MemoryMappedCorpus
 
 

@@ -146,7 +146,7 @@ def test_questions_whose_facts_are_not_shown_are_left_out(questions, search, tin
 
     def observe(tokens):
         encode = tiny_tokenizer.encode_foreign
-        return lambda q, r: tiny_tokenizer.decode(render_observation(q, r, encode, tokens))
+        return lambda q, r: tiny_tokenizer.decode(render_observation(q, r, encode, tokens).ids)
 
     for splits in [(False,), (True,)]:
         assert not write(questions["comparison"], splits, lambda q: subset.search(list(q), 2))

@@ -47,7 +47,7 @@ def test_a_transcript_is_laid_out_as_a_rollout(tmp_path, tiny_tokenizer):
     prompt = render_prompt(tiny_tokenizer, TEMPLATE, GOOD["question"])
     encode = tiny_tokenizer.encode_foreign
     rankings = [[Passage("", **ADA)], [Passage("", **ALAN), Passage("", **ADA)]]
-    observed = tags.render_observation(("Ada born", "Alan born"), rankings, encode, 200)
+    observed = tags.render_observation(("Ada born", "Alan born"), rankings, encode, 200).ids
     wanted = [*prompt, *encode(SEARCH), *observed, *encode(ANSWER), *tiny_tokenizer.encode_trusted("<|im_end|>")]
     assert ids.tolist() == wanted
 

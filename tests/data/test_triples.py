@@ -11,7 +11,8 @@ from programs import completed
 
 from psearch_jax.data.prepared import PreparedQuestions
 from psearch_jax.data.triple_questions import FORMS, make_questions, signature
-from psearch_jax.data.triples import Triple, dependency_rounds, differ, parse_date, read_triples, select_stated
+from psearch_jax.data.triples import differ, read_triples, select_stated
+from psearch_jax.text.evidence import Triple, dependency_rounds, parse_date
 from psearch_jax.types import UserError
 from retrieval.corpus import write_corpus
 from retrieval.protocol import Passage

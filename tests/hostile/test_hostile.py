@@ -70,7 +70,7 @@ def test_no_passage_forges_a_tag_an_action_or_a_control_id(tiny_tokenizer, searc
     budget = data.draw(st.integers(tags.MIN_OBSERVATION_TOKENS, 400))
     queries = [query for query, _ in searches]
     rankings = [[Passage(str(i), *p) for i, p in enumerate(ranking)] for _, ranking in searches]
-    ids = tags.render_observation(queries, rankings, tiny_tokenizer.encode_foreign, budget)
+    ids = tags.render_observation(queries, rankings, tiny_tokenizer.encode_foreign, budget).ids
     assert len(ids) <= budget
     assert not set(ids) & {i for i, piece in enumerate(tiny_tokenizer.token_bytes) if piece is None}
     text = tiny_tokenizer.decode(ids, control=True)

@@ -41,7 +41,7 @@ def rollout(tokenizer, number: int, sample: int, right: bool, split: bool) -> Tr
     parts = [
         (tokenizer.encode_foreign(f"Question: {question.text}\n"), False),
         (tokenizer.encode_foreign(search), True),
-        (tags.render_observation(queries, passages, tokenizer.encode_foreign, 400), False),
+        (tags.render_observation(queries, passages, tokenizer.encode_foreign, 400).ids, False),
         ([*tokenizer.encode_foreign(answer), min(tokenizer.stop_ids)], True),
     ]
     ids = np.array([i for part, _ in parts for i in part], np.int32)

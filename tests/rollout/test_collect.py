@@ -184,11 +184,14 @@ def test_a_corrective_message_fits_the_observation_budget(tiny_tokenizer, write,
 
 
 def test_a_context_that_fills_up_ends_as_truncated(write, roll):
-    """Neither sampled tokens nor passages exceed the context."""
-    word = write("a")[0]
-    scripts = [[word] * 80, write(*[word] * 10, "<search> Ada Lovelace </search>", ANSWER)]
-    for t in roll(scripts, rollout_section(context_tokens=72, prompt_tokens=64, turn_tokens=60)):
-        assert t.status == "truncated" and t.answer is None and len(t.ids) <= 72
+    """Neither sampled tokens nor passages exceed the context; passages that do not fit count as not shown."""
+    scripts = [write("a") * 80, write(ADA, ANSWER)]
+    (fits,) = roll(scripts[1:])
+    limit = int(np.flatnonzero(fits.mask)[0] + fits.turns[0].n_sampled + 16)
+    ts = roll(scripts, rollout_section(context_tokens=limit, prompt_tokens=fits.prompt_length, turn_tokens=60))
+    for t in ts:
+        assert t.status == "truncated" and t.answer is None and len(t.ids) <= limit
+    assert fits.turns[0].seen and ts[1].turns[0].passages == fits.turns[0].passages and not ts[1].turns[0].shown
 
 
 @pytest.mark.slow

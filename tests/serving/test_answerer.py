@@ -1,12 +1,14 @@
 """Streamed answers: which events are sent, in which order and to whom; other questions in the batch change nothing."""
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 from helpers import make_collector, random_params, retriever, rollout_section, scripted_sampler, tiny_config
 from programs import wait_until
 
-from psearch_jax.serving.answerer import Answerer, support
-from psearch_jax.types import Question, Trajectory, Turn, UserError
+from psearch_jax.serving.answerer import Answerer
+from psearch_jax.text.evidence import find_support
+from psearch_jax.types import Question, Turn, UserError
 from retrieval.protocol import Passage, RetrievalError
 
 CONFIG = tiny_config(tied=False)
@@ -156,15 +158,8 @@ def test_a_question_that_is_too_long_is_refused_and_the_end_told_to_those_who_wa
 
 def test_an_answer_rests_on_passages_that_hold_all_of_it():
     """Only passages with all words of the answer support it."""
-    found = (Passage("1", "", "Adam spoke."), Passage("2", "The Ada", "x"), Passage("2", "The Ada", "x"))
-    nothing = np.zeros(0)
-
-    def supporting(answer: str) -> list[str]:
-        turns = (
-            Turn(SEARCH, "search", True, ("Ada",), (found,), n_sampled=9),
-            Turn(ANSWER, "answer", True, answer=answer, n_sampled=3),
-        )
-        asked = Question("a", "b", "c", (), "single")
-        return [p.id for p in support(Trajectory(asked, 0, "answered", turns, nothing, nothing, nothing, 0))]
-
-    assert supporting("Ada") == ["2"] and supporting(" ") == []
+    ada = Passage("2", "The Ada", "x")
+    found, shown = (Passage("1", "", "Adam spoke."), ada, ada), ("Adam spoke.", "(The Ada) x", "(The Ada) x")
+    turn = Turn(SEARCH, "search", True, ("Ada",), (found,), n_sampled=9, shown=(shown,))
+    assert find_support([turn], ["Ada"]) == [ada] and find_support([turn], [" "]) == []
+    assert find_support([replace(turn, shown=(shown[:1],))], ["Ada"]) == []  # not shown

@@ -34,6 +34,8 @@ def check(trajectory, tokenizer, script, rollout) -> None:
     sampled_turns = [turn for turn in t.turns if turn.n_sampled]
     assert len(sampled_turns) <= rollout.search_turns + 1 and len(t.turns) - len(sampled_turns) <= 2
     assert [len(r) for r in runs] == [turn.n_sampled for turn in sampled_turns]
+    observed = tokenizer.decode(t.ids[~t.mask])
+    assert all(text in observed for turn in t.turns for _, text in turn.seen)
     for turn in t.turns:
         assert len(turn.queries) == len(turn.passages) <= tags.MAX_SUB_QUERIES
         assert all(q.strip() == q and q for q in turn.queries)

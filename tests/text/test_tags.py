@@ -122,8 +122,10 @@ LONG = Passage("3", "Long Story", "word " * 300)
 
 
 def show(tokenizer, *args, **options):
-    ids = render_observation(*args, encode=tokenizer.encode_foreign, **options)
-    return ids, tokenizer.decode(ids)
+    observation = render_observation(*args, encode=tokenizer.encode_foreign, **options)
+    text = tokenizer.decode(observation.ids)
+    assert all(part in text for parts in observation.shown for part in parts)
+    return observation.ids, text
 
 
 def test_observation_of_one_query(tiny_tokenizer):
@@ -156,12 +158,19 @@ def test_lower_ranks_are_cut_first(tiny_tokenizer):
     """The best passages stay when the budget is short; a rank whose title does not fit is left out."""
     ranking = [BARO, LONG, HARBOR]
     first_cost = len(tiny_tokenizer.encode_foreign(f"{BARO.text}\n"))
-    tags_cost = len(render_observation([], [], tiny_tokenizer.encode_foreign, 100))
+    tags_cost = len(render_observation([], [], tiny_tokenizer.encode_foreign, 100).ids)
     ids, text = show(tiny_tokenizer, ["q"], [ranking], budget_tokens=tags_cost + first_cost + 60)
     assert BARO.text in text and "(Long Story) word" in text and HARBOR.title not in text
     assert len(ids) <= tags_cost + first_cost + 60 < len(ids) + 10
     _, text = show(tiny_tokenizer, ["q"], [ranking], budget_tokens=tags_cost + first_cost + 6)
     assert BARO.text in text and "Long" not in text  # a rank whose title does not fit is left out
+
+
+def test_an_observation_records_what_it_shows():
+    """Up to the character: per sub-query, the passages in order, without headers and without those that were cut."""
+    encode = lambda text: list(text.encode())  # noqa: E731
+    shown = render_observation(["a", "b"], [[BARO, HARBOR], []], encode, 132).shown
+    assert shown == ((BARO.text, "(Red Harbor) A fil"), ())
 
 
 def test_what_one_sub_query_leaves_passes_to_the_next(tiny_tokenizer):
@@ -197,4 +206,4 @@ def test_a_cut_passage_fills_its_room():
     """A cut passage uses the budget to the last token."""
     long = Passage("7", "", "x" * 900)
     for budget in range(MIN_OBSERVATION_TOKENS, MIN_OBSERVATION_TOKENS + 40):
-        assert len(render_observation(["q"], [[long]], lambda text: list(text.encode()), budget)) == budget
+        assert len(render_observation(["q"], [[long]], lambda text: list(text.encode()), budget).ids) == budget

@@ -9,9 +9,10 @@ from retrieval.protocol import Passage
 
 
 def rollout(kind, answer, queries=(), shown="Alan", logprob=-1.0) -> Trajectory:
-    """A rollout of `Ada?` with one search, if any, whose passages have the title `shown`."""
-    passages = ((Passage("1", shown, "x"),),) * len(queries)
-    turns = (Turn("", "search", True, queries, passages, n_sampled=1),) if queries else ()
+    """A rollout of `Ada?` with one search, if any, that shows a passage of title `shown` and cuts another one."""
+    passages = ((Passage("1", shown, "x"), Passage("2", "Ada", "y")),) * len(queries)
+    texts = ((f"({shown}) x",),) * len(queries)
+    turns = (Turn("", "search", True, queries, passages, n_sampled=1, shown=texts),) if queries else ()
     turns += (Turn("", "answer", True, answer=answer, n_sampled=1),)
     logprobs, mask = np.array([0, logprob, 3 * logprob]), np.array([False, True, True])
     question = Question("s", "1", "?", ("Ada",), kind)
@@ -23,13 +24,13 @@ def test_rollout_metrics_by_hand():
     rollouts = [
         rollout("parallel", "Ada", ("a", "b"), shown="Ada", logprob=-0.1),
         rollout("parallel", "Alan", ("a",), shown="Ada"),
-        rollout("sequential", "Ada", ("a",), shown="Ada", logprob=-0.3),
+        rollout("sequential", "Ada", ("a",), logprob=-0.3),
         rollout("sequential", "Alan"),
     ]
     rewards = [RewardParts(float(i), 0, 0, 0) for i in range(4)]
     metrics = figures.rollout_metrics(rollouts, rewards, np.array([1.0, -1.0, 0.0, 0.0]), 2)
     expected = {"em/parallel": 0.5, "split/parallel": 0.5, "split/sequential": 0, "searches/sequential": 0.5}
     expected |= {"turns/parallel": 2, "turns/sequential": 1.5, "searched_0": 0.25, "searched_1": 0.75}
-    expected |= {"wrong_though_seen": 1 / 3, "logprob_of_correct": -0.4, "groups_without_signal": 0.5}
+    expected |= {"wrong_though_seen": 0.5, "logprob_of_correct": -0.4, "groups_without_signal": 0.5}
     expected |= {"reward/parallel/split/outcome": 0, "reward/parallel/not_split/outcome": 1}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)

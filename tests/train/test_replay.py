@@ -88,7 +88,7 @@ def test_every_field_of_a_trajectory_is_recorded(tmp_path):
         for name, value in vars(original).items():
             np.testing.assert_equal(getattr(ours, name), value)
             assert getattr(getattr(ours, name), "dtype", None) == getattr(value, "dtype", None)
-    assert any(turn.passages for t in sum(draws, []) for turn in t.turns)
+    assert any(turn.seen for t in sum(draws, []) for turn in t.turns)
     longest = max(len(t.ids) for t in sum(draws, []))
     refused = [
         ({"samples": 1}, f"samples: found 1, accepted: {parts.config.rollout.samples}"),

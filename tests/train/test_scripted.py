@@ -49,7 +49,8 @@ def test_the_last_rollout_of_a_group_is_its_transcript(mixed, tokenizer):
         assert t.scripted == (t.sample == 1 and t.question.identity in run.scripted)
         if t.scripted:
             np.testing.assert_array_equal(t.mask, masks[t.ids.tobytes()])
-            assert t.well_formed and t.decomposed and sum(turn.n_sampled for turn in t.turns) == t.mask.sum()
+            assert t.well_formed and t.decomposed and t.executed[0].seen
+            assert sum(turn.n_sampled for turn in t.turns) == t.mask.sum()
     kept = ([rows[i] for i in own] for rows in (rollouts.trajectories, rollouts.rewards))
     expected = rollout_metrics(*kept, rollouts.advantages, 2)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, nan_ok=True)

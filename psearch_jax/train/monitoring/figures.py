@@ -10,7 +10,8 @@ import numpy as np
 from psearch_jax.rl.advantages import carry_signal
 from psearch_jax.rl.gae import explained_variance
 from psearch_jax.runtime.metrics import WEIGHT, Ratio, mean
-from psearch_jax.text.answers import contains_words, exact_match, normalise
+from psearch_jax.text.answers import exact_match
+from psearch_jax.text.evidence import find_support
 from psearch_jax.train.critic import CRITIC
 from psearch_jax.train.rollouts import Rollouts
 from psearch_jax.train.run import Run
@@ -91,7 +92,7 @@ def rollout_metrics(
     out["tokens_per_trajectory"] = mean(len(t.ids) for t in trajectories)
     correct = [i for i in range(n) if right[i] and trajectories[i].mask.any()]
     out["logprob_of_correct"] = mean(trajectories[i].logprobs[trajectories[i].mask].mean() for i in correct)
-    seen = [i for i in range(n) if _saw_answer(trajectories[i])]
+    seen = [i for i in range(n) if find_support(trajectories[i].turns, trajectories[i].question.answers)]
     out["wrong_though_seen"] = mean(not right[i] for i in seen)
     return out
 
@@ -140,10 +141,3 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         metrics |= {f"{who}{name}": worst[f"{who}{name}"] for name in ("nonfinite_in_a_row", "nonfinite_param")}
         metrics[f"{who}learning_rate"] = updates[-1][f"{who}learning_rate"]
     return metrics
-
-
-def _saw_answer(trajectory: Trajectory) -> bool:
-    """Whether a retrieved passage contains an accepted answer; `yes` and `no` do not count, as any text may."""
-    golds = [gold for a in trajectory.question.answers if (gold := normalise(a)) not in ("yes", "no")]
-    texts = [normalise(p.title + " " + p.text) for t in trajectory.turns for result in t.passages for p in result]
-    return any(contains_words(text, gold) for gold in golds for text in texts)
