@@ -78,9 +78,10 @@ def _validate_evaluation(config: Config) -> None:
 def _validate_reward(config: Config) -> None:
     w = config.reward
     _require(
-        w.profile == "paper" or (w.outcome == "em" and not w.sub_query_penalty),
-        "reward: profile=compat requires outcome=em and sub_query_penalty=0",
+        w.profile == "paper" or (w.outcome == "em" and not w.sub_query_penalty and not w.gated),
+        "reward: profile=compat requires outcome=em, sub_query_penalty=0 and gated=False",
     )
+    _require(not (w.gated and w.critical_path), "reward.gated has no effect with critical_path; accepted: False")
     _require(
         not w.critical_path or (w.profile == "paper" and config.rollout.samples > 1),
         f"reward.critical_path={w.critical_path} compares the rollouts of a group; accepted with "

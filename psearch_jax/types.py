@@ -70,6 +70,7 @@ class Question:
     def contents(self) -> bytes:
         """Everything that a run or an evaluation uses of the question, for the fingerprint of a list of questions."""
         used = [self.source, self.id, self.text, self.answers, self.kind, self.metadata.get("prompt")]
+        used += [self.metadata[name] for name in ("rounds", "evidences") if name in self.metadata]
         return json.dumps(used).encode()
 
 
@@ -147,7 +148,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class RewardParts:
-    """The parts of one trajectory's reward. All but `outcome` and `decomposition` may be negative."""
+    """The parts of one trajectory's reward. All but `outcome`, `decomposition` and `evidence` may be negative."""
 
     outcome: float
     format: float
@@ -155,12 +156,14 @@ class RewardParts:
     search_count: float
     critical_path: float = 0.0  # relative to the trajectory's group
     unfinished: float = 0.0  # the penalty of a missing answer
+    evidence: float = 0.0
+    no_search: float = 0.0  # the penalty of an answer without a search
 
     @property
     def total(self) -> float:
         """The reward, from which advantages are computed."""
         bonuses = self.decomposition + self.search_count + self.critical_path
-        return self.outcome + self.format + bonuses + self.unfinished
+        return self.outcome + self.format + bonuses + self.unfinished + self.evidence + self.no_search
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,8 @@ CLOSED = {"source": "closed_world"}
             ["config.reward.critical_path=0.5", "rollout.samples"],
         ),
         ({"reward": {"profile": "compat", "outcome": "f1"}}, ["outcome=em", "profile=compat"]),
+        ({"reward": {"profile": "compat", "gated": True}}, ["gated=False", "profile=compat"]),
+        ({"reward": {"critical_path": 0.5, "gated": True}}, ["config.reward.gated", "critical_path"]),
         ({"learning": {"kl_in": "reward"}}, ["kl_in=reward", "algorithm=ppo"]),
         ({"learning": {"kl_to": "wrong", "kl_coefficient": 0.0}}, ["kl_to=wrong", "kl_coefficient above 0"]),
         ({"train": {"scripted_steps": 5}}, ["scripted=''", "scripted_steps=5", "both or none"]),

@@ -220,6 +220,16 @@ class RewardSection:
         at_least=0,
     )
     unfinished_penalty: float = setting(0.0, "Subtracted from a rollout without an answer.", at_least=0)
+    no_search_penalty: float = setting(0.0, "Subtracted from a rollout that answers without a search.", at_least=0)
+    evidence: float = setting(
+        0.0,
+        "A rollout earns this x the share of the question's evidence triples that the passages of its searches state, "
+        "as far as they were shown; without triples, this if an answer is in them.",
+        at_least=0,
+    )
+    gated: bool = setting(
+        False, "Multiplies `decomposition` and `search_count` by the outcome, and by 0 if no search was run."
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from psearch_jax.config import RewardSection
-from psearch_jax.rl.rewards import count_part, decomposition_part, format_part, with_unfinished_penalty
+from psearch_jax.rl.rewards import count_part, decomposition_part, format_part, with_shared_parts
 from psearch_jax.text.answers import exact_match
 from psearch_jax.text.tags import SEARCH_OPEN, SEPARATOR, TAG
 from psearch_jax.text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ class CompatReward:
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[RewardParts]:
         parts = [self._score(t) for t in trajectories]
-        return with_unfinished_penalty(parts, trajectories, self._section.unfinished_penalty)
+        return with_shared_parts(parts, trajectories, self._section)
 
     def _score(self, trajectory: Trajectory) -> RewardParts:
         question, ids, start = trajectory.question, trajectory.ids, trajectory.prompt_length

@@ -1,9 +1,10 @@
 """The reward of a trajectory, from its parsed actions (ParallelSearch, arXiv 2508.09303).
 
-It has four parts: whether the answer is correct (`outcome`), whether the grammar is valid (`format`), whether the
-question was split exactly when it should be (`decomposition`), and whether the number of searches matches its kind
-(`search_count`). The last two read the labelled kind of the question. `with_critical_path` can replace them without
-labels. `PaperReward` is all of them as a function of a step's rollouts. No text is parsed here.
+The published one has four parts: whether the answer is correct (`outcome`), whether the grammar is valid (`format`),
+whether the question was split exactly when it should be (`decomposition`), and whether the number of searches matches
+its kind (`search_count`). The last two read the labelled kind of the question. `with_critical_path` can replace them
+without labels. `with_shared_parts` adds evidence recall and penalties, which are off by default. `PaperReward` is all
+of them as a function of a step's rollouts. No text is parsed here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from psearch_jax.config import RewardSection
 from psearch_jax.text.answers import exact_match, f1
+from psearch_jax.text.evidence import find_support, rounds_of, states
 from psearch_jax.types import Kind, RewardParts, Trajectory
 
 MAX_BONUS = 0.5  # maximum of the relative shortening of the critical path
@@ -41,7 +43,7 @@ class PaperReward:
         parts = [paper_reward(t, self._section) for t in trajectories]
         if self._section.critical_path:
             parts = with_critical_path(parts, trajectories, self._section.critical_path)
-        return with_unfinished_penalty(parts, trajectories, self._section.unfinished_penalty)
+        return with_shared_parts(parts, trajectories, self._section)
 
 
 def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
@@ -55,12 +57,15 @@ def paper_reward(trajectory: Trajectory, reward: RewardSection) -> RewardParts:
     right = exact_match(trajectory.answer, question.answers)
     worth = float(right) if reward.outcome == "em" else f1(trajectory.answer, question.answers)
     form = format_part(worth, trajectory.answer is not None, trajectory.well_formed, reward)
-    searches = len(trajectory.executed)
     penalty = reward.sub_query_penalty * sum(len(turn.queries) for turn in trajectory.executed)
     if reward.critical_path:
         return RewardParts(worth, form, 0.0, -penalty)
     decomposition = decomposition_part(question.kind, trajectory.decomposed, reward.decomposition)
-    return RewardParts(worth, form, decomposition, count_part(question.kind, searches, reward.search_count) - penalty)
+    count = count_part(question.kind, len(trajectory.executed), reward.search_count)
+    if reward.gated:
+        paid = worth if trajectory.executed else 0.0
+        decomposition, count = paid * decomposition, paid * count
+    return RewardParts(worth, form, decomposition, count - penalty)
 
 
 def never_pays_for_splitting(kinds: Iterable[Kind], reward: RewardSection) -> bool:
@@ -120,9 +125,28 @@ def with_critical_path(
     return out
 
 
-def with_unfinished_penalty(
-    parts: Sequence[RewardParts], trajectories: Sequence[Trajectory], penalty: float
+def with_shared_parts(
+    parts: Sequence[RewardParts], trajectories: Sequence[Trajectory], reward: RewardSection
 ) -> list[RewardParts]:
-    """Subtracts `penalty` from rollouts without an answer."""
-    unfinished = [t.status != "answered" for t in trajectories]
-    return [replace(p, unfinished=-penalty * lacks) for p, lacks in zip(parts, unfinished, strict=True)]
+    """Adds the parts of both profiles: evidence recall, and the penalties of no search and of no answer."""
+    out = []
+    for part, t in zip(parts, trajectories, strict=True):
+        answered = t.status == "answered"
+        evidence = reward.evidence * evidence_recall(t) if reward.evidence else 0.0
+        no_search = -reward.no_search_penalty * (answered and not t.executed)
+        unfinished = -reward.unfinished_penalty * (not answered)
+        out.append(replace(part, evidence=evidence, no_search=no_search, unfinished=unfinished))
+    return out
+
+
+def evidence_recall(trajectory: Trajectory) -> float:
+    """The share of the question's evidence triples that the model was shown, after David-GRPO (arXiv 2601.21699).
+
+    Only passages of its own searches count, up to where they were cut. Without triples it is 1 if an answer is in one
+    of them, else 0, as the retrieval reward studied with Search-R1 (arXiv 2505.15117).
+    """
+    facts = {fact for facts in rounds_of(trajectory.question) for fact in facts}
+    if not facts:
+        return float(bool(find_support(trajectory.executed, trajectory.question.answers)))
+    seen = [(p.title, text) for turn in trajectory.executed for p, text in turn.seen]
+    return sum(any(states(title, text, fact) for title, text in seen) for fact in facts) / len(facts)

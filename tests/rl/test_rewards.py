@@ -12,6 +12,7 @@ from psearch_jax.rl.compat import compat_score, valid_transcript
 from psearch_jax.rl.rewards import PaperReward, paper_reward
 from psearch_jax.train.rollouts import compute_advantages
 from psearch_jax.types import Question, Trajectory, Turn
+from retrieval.protocol import Passage
 
 WEIGHTS = RewardSection()  # format 0.1, final_format 0, decomposition 0.15, search_count 0.35
 
@@ -68,9 +69,12 @@ CASES = [
 @pytest.mark.parametrize("kind, searches, answer, well_formed, expected", CASES)
 def test_paper_reward(kind, searches, answer, well_formed, expected):
     """The published rule, case by case."""
-    parts = paper_reward(trajectory(kind, searches, answer, well_formed), WEIGHTS)
+    rollout = trajectory(kind, searches, answer, well_formed)
+    parts = paper_reward(rollout, WEIGHTS)
     assert (parts.outcome, parts.format, parts.decomposition, parts.search_count) == pytest.approx(expected)
     assert parts.total == pytest.approx(sum(expected))
+    bonuses = parts.decomposition + parts.search_count
+    assert PaperReward(WEIGHTS)([rollout])[0].total == parts.outcome + parts.format + bonuses  # to the bit
 
 
 @pytest.mark.parametrize("well_formed", [False, True])
@@ -92,6 +96,55 @@ def test_every_sub_query_has_its_price():
     for searches, sub_queries in (([], 0), ([2], 2), ([1, 1], 2), ([2, 1], 3)):
         t = trajectory("sequential", searches, "Ada")
         assert paper_reward(t, priced).total == pytest.approx(paper_reward(t, plain).total - 0.05 * sub_queries)
+
+
+@pytest.mark.parametrize(
+    "kind, searches, answer, outcome, share",
+    [
+        ("parallel", [2], "Ada", "em", 1),
+        ("parallel", [2], "Alan", "em", 0),
+        ("single", [], "Ada", "em", 0),
+        ("sequential", [], "Ada", "em", 0),
+        ("parallel", [2], "Lovelace Byron King", "f1", 0.4),
+    ],
+)
+def test_gated_bonuses_need_a_search_and_the_right_answer(kind, searches, answer, outcome, share):
+    """Both bonuses are multiplied by the outcome; the price of a sub-query is not."""
+    plain = RewardSection(outcome=outcome)
+    free, gated = (paper_reward(trajectory(kind, searches, answer), s) for s in (plain, replace(plain, gated=True)))
+    paid = (share * free.decomposition, share * free.search_count)
+    assert (gated.decomposition, gated.search_count) == pytest.approx(paid)
+    assert (gated.outcome, gated.format) == (free.outcome, free.format)
+    priced = paper_reward(trajectory(kind, searches, answer), replace(plain, gated=True, sub_query_penalty=0.1))
+    assert priced.total == pytest.approx(gated.total - 0.1 * sum(searches))
+
+
+ADA, ALAN = Passage("1", "Ada", "Ada was born in 1815."), Passage("2", "Alan (man)", "He was born on June 23, 1912.")
+BOTH = {"evidences": [["Ada", "birth year", "1815"], ["Alan", "date of birth", "23 June 1912"]]}
+
+
+@pytest.mark.parametrize(
+    "shown, metadata, sampled, recall",
+    [
+        ((ADA.text, f"({ALAN.title}) {ALAN.text}"), BOTH, 9, 1),
+        ((ADA.text, f"({ALAN.title}) He was born on June"), BOTH, 9, 0.5),  # cut before the value
+        ((ADA.text,), BOTH, 9, 0.5),
+        ((ADA.text,), BOTH, 0, 0),  # not the model's own search
+        ((ADA.text,), {"evidences": [["Alan", "birth year", "1815"]]}, 9, 0),  # stated of another entity
+        ((ADA.text,), {"rounds": [[["birth year", "Ada", "1815"]], [["heir", "1815", "Ada"]]]}, 9, 0.5),
+        ((ADA.text,), {}, 9, 1),  # without triples: an answer was shown
+        (("Ada was born",), {}, 9, 0),
+        (("Ada said yes",), {}, 9, 0),  # any text may contain a yes
+    ],
+)
+def test_evidence_counts_if_it_was_shown(shown, metadata, sampled, recall):
+    """What was retrieved but cut, or is about another entity, does not count; a wrong answer earns it as well."""
+    t = trajectory("single", [1], "Alan")
+    search = replace(t.turns[0], passages=((ADA, ALAN),), shown=(shown,), n_sampled=sampled)
+    question = replace(t.question, answers=("1815", "yes"), metadata=metadata)
+    rollout = replace(t, question=question, turns=(search, t.turns[1]))
+    (parts,), (free,) = (PaperReward(replace(WEIGHTS, evidence=weight))([rollout]) for weight in (0.5, 0.0))
+    assert parts.evidence == 0.5 * recall and parts.total == pytest.approx(free.total + 0.5 * recall)
 
 
 def with_turns(searches, answer="Ada", question="1"):
@@ -126,20 +179,24 @@ def test_a_critical_path_is_rewarded_without_labels():
     assert advantages[0] > advantages[1] > advantages[2]
 
 
-def test_a_rollout_without_an_answer_pays_for_it(tiny_tokenizer):
-    """`unfinished_penalty` is part of its total, in both profiles."""
+@pytest.mark.parametrize("name, charged", [("unfinished", (0, 1, 0, 1)), ("no_search", (0, 0, 1, 0))])
+def test_penalties_of_no_answer_and_of_no_search(tiny_tokenizer, name, charged):
+    """Each is part of the total, in both profiles; an answer without a search pays, no answer without one does not."""
     prompt = tiny_tokenizer.encode_trusted(PROMPT)
     rollouts = [
-        replace(trajectory("single", [1], a), ids=np.array(prompt), prompt_length=len(prompt)) for a in ("Ada", None)
+        replace(trajectory("single", searches, answer), ids=np.array(prompt), prompt_length=len(prompt))
+        for searches in ([1], [])
+        for answer in ("Ada", None)
     ]
     for profile in ("paper", "compat"):
-        free, charged = (
+        free, paid = (
             build.make_reward(
-                from_mapping({"reward": {"profile": profile, "unfinished_penalty": penalty}}), tiny_tokenizer
+                from_mapping({"reward": {"profile": profile, f"{name}_penalty": penalty}}), tiny_tokenizer
             )(rollouts)
             for penalty in (0.0, 0.3)
         )
-        assert [b.total - a.total for a, b in zip(free, charged, strict=True)] == pytest.approx([0, -0.3])
+        differences = [b.total - a.total for a, b in zip(free, paid, strict=True)]
+        assert differences == pytest.approx([-0.3 * times for times in charged])
 
 
 # --- compat ---
