@@ -36,7 +36,7 @@ class Triple:
         date = self.date
         if not date or len(date) < 3:
             return (self.value,)
-        month = f"{datetime(*date):%B}"
+        month = f"{datetime(date[0], date[1], date[2]):%B}"
         return tuple(dict.fromkeys((self.value, f"{date[2]} {month} {date[0]}", f"{month} {date[2]}, {date[0]}")))
 
 
