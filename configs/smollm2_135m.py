@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
         ),
         learning=dict(
             mini_batch_rollouts=64,
-            micro_batch_rows=4,
+            micro_batch_rows=2,
             learning_rate=1e-5,
             warmup_ratio=0.05,
             weight_decay=0.0,
