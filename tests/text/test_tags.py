@@ -168,9 +168,8 @@ def test_lower_ranks_are_cut_first(tiny_tokenizer):
 
 def test_an_observation_records_what_it_shows():
     """Up to the character: per sub-query, the passages in order, without headers and without those that were cut."""
-    encode = lambda text: list(text.encode())  # noqa: E731
-    shown = render_observation(["a", "b"], [[BARO, HARBOR], []], encode, 132).shown
-    assert shown == ((BARO.text, "(Red Harbor) A fil"), ())
+    observation = render_observation(["a", "b"], [[BARO, HARBOR], []], lambda text: list(text.encode()), 132)
+    assert observation.shown == ((BARO.text, "(Red Harbor) A fil"), ())
 
 
 def test_what_one_sub_query_leaves_passes_to_the_next(tiny_tokenizer):
