@@ -177,7 +177,10 @@ def check_questions(config: Config) -> str | None:
 
     def check_count(count: int) -> None:
         if count < prompts:
-            raise UserError(f"{data.source}: found {count} questions for steps of {prompts}, accepted: more questions")
+            raise UserError(
+                f"{data.source}: found {count} questions for steps of {prompts}, accepted: more questions, or a lower "
+                "train.prompts"
+            )
 
     if data.source == CLOSED_WORLD:
         check_count(data.world_questions)

@@ -79,7 +79,7 @@ def test_a_retriever_that_does_not_answer_is_seen(tmp_path):
 @pytest.mark.parametrize(
     ("sections", "count", "name", "words"),
     [
-        ({}, 3, "questions", "found 3 questions for steps of"),
+        ({}, 3, "questions", "found 3 questions for steps of 16, accepted: more questions, or a lower train.prompts"),
         ({"data": {"validation_share": 0.3}}, 26, "questions", "questions for steps of"),
         (
             {"data": {"validation_share": 0.5}, "eval": {"best_metric": "mixed/em", "every_steps": 1}},
