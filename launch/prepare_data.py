@@ -13,6 +13,7 @@ rows are JSON objects, and questions.json with their counts. CORPUS.jsonl gets t
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from absl import flags
@@ -36,15 +37,18 @@ SIZES = flags.DEFINE_list("sizes", [*map(str, made.SIZES)], "Numbers of names to
 FORMS = flags.DEFINE_list("forms", [*made.ALL_FORMS], "Forms of the questions made from triples.")
 OUT = flags.DEFINE_string("out", None, "The directory to create for the questions.")
 CORPUS_OUT = flags.DEFINE_string("corpus_out", None, "Instead of --out: the corpus of the paragraphs in all sources.")
+WORDS = flags.DEFINE_integer("passage_words", 0, "First words of each paragraph for --corpus_out; 0: all.", 0)
 SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Skip bad rows and list them in DIR/skipped.txt.")
 FOR_TRIPLES = ("corpus", "questions", "seed", "exclude_entities_of", "sizes", "forms")
 cli.require("source")
 flags.register_validator("sizes", lambda v: v and {*v} <= {*"23456789"}, "accepted: 2 to 9, separated by commas")
 flags.register_validator("forms", lambda v: v and {*v} <= {*made.ALL_FORMS}, f"accepted: {','.join(made.ALL_FORMS)}")
 flags.register_multi_flags_validator(
-    ["out", "corpus_out", "skip_bad_rows"],
-    lambda v: bool(v["out"]) != bool(v["corpus_out"]) and not (v["corpus_out"] and v["skip_bad_rows"]),
-    "accepted: --out=DIR, or --corpus_out=FILE without --skip_bad_rows",
+    ["out", "corpus_out", "skip_bad_rows", "passage_words"],
+    lambda v: (
+        bool(v["out"]) != bool(v["corpus_out"]) and not v["skip_bad_rows" if v["corpus_out"] else "passage_words"]
+    ),
+    "accepted: --out=DIR, without --passage_words; or --corpus_out=FILE, without --skip_bad_rows",
 )
 
 
@@ -67,6 +71,8 @@ def main(_: list[str]) -> None:
     if CORPUS_OUT.value:
         check_new(on_disk(CORPUS_OUT.value, "--corpus_out"), "a new file", "--corpus_out=")
         passages = iter_contexts(location for _, location in sources)
+        if words := WORDS.value:
+            passages = (replace(p, text=" ".join(p.text.split()[:words])) for p in passages)
         write_corpus(CORPUS_OUT.value, tqdm(passages, "corpus", unit=" passages", disable=None))
         print(f"{CORPUS_OUT.value}: {len(MemoryMappedCorpus(CORPUS_OUT.value))} passages")
         return

@@ -48,6 +48,8 @@ def test_a_benchmark_from_published_files(tmp_path):
     assert len({(p.title, p.text) for p in passages}) == len({p.id for p in passages}) == 120
     assert passages[1].text == "Person 0, born 1900 in Town 0."
     assert "accepted: a new file" in command(*arguments, expect=2)
+    command(*arguments[:2], f"--corpus_out={tmp_path / 'short.jsonl'}", "--passage_words=2")
+    assert list(MemoryMappedCorpus(tmp_path / "short.jsonl"))[1].text == "Person 0,"
 
     options = [f"--corpus={corpus}", "--sizes=3,4", "--forms=compare,bridge_choose", "--questions=40"]
     command(f"--source=train:triples:{train}", *options, f"--exclude_entities_of={test}", f"--out={tmp_path / 'a'}")
@@ -82,7 +84,8 @@ def test_entities_of_another_file_are_excluded():
     [
         ({"context": None}, "--corpus_out={}/c", "train.json: element 1: field context: nothing found"),
         ({"context": [["A", "text"]]}, "--corpus_out={}/c", "field context: ['A', 'text'] found"),
-        ({}, "--corpus_out={}/c --out={}/d", "accepted: --out=DIR, or --corpus_out=FILE"),
+        ({}, "--corpus_out={}/c --out={}/d", "accepted: --out=DIR, without --passage_words; or"),
+        ({}, "--out={}/d --passage_words=9", "accepted: --out=DIR, without --passage_words; or"),
         ({}, "--out={}/d --sizes=1,3", "--sizes=['1', '3']"),
         ({}, "--out={}/d --forms=compares", "accepted: compare,has,bridge,bridge_choose,fact,fact_choose"),
     ],
