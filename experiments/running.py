@@ -1,79 +1,129 @@
 """Trains and evaluates the runs of an experiment, and records their results in one JSON file.
 
 A run is an arm, a cold start and a seed. Recorded runs are not repeated. The file also records the arms' complete
-settings, the cold starts and the evaluations, and is refused if these have changed.
+settings, the cold starts, the evaluations and the data, and is refused if these have changed. If there are data, each
+run's metrics and five rollouts of each arm are next to the file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from configs import smoke
-from experiments import Arm, Experiment
-from psearch_jax.eval.benchmarks import CLOSED_WORLD
+from experiments import DATA, Evaluation, Experiment
+from experiments.words import accuracy_by_words
+from psearch_jax.eval.benchmarks import CLOSED_WORLD, file_name
 from psearch_jax.eval.evaluate import read_scores
-from psearch_jax.eval.scores import summarise
+from psearch_jax.eval.scores import Score, group_by_kind, summarise
 from psearch_jax.runtime.paths import TOY_POLICY, read_json, write_atomically
 from psearch_jax.train.checkpointing.settings import WEIGHTS, hash_files
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-# The training of every arm, in place of the shorter one of the demo (configs/smoke.py).
-TRAINING = {
-    "train.prompts": 24,
-    "learning.mini_batch_rollouts": 192,
-    "learning.learning_rate": 3e-4,
-    "learning.decay_ratio": 0.0,
-    "learning.kl_coefficient": 0.001,
-}
+CURVE_BYTES = 500_000  # of the copy of a run's metrics; of a longer file it has every n-th step
+TRAINING_ONLY = ("eval.temperature", "rollout.samples", "rollout.temperature")  # launch/eval.py has flags for these
 
 
-def run_all(
-    experiment: Experiment,
-    file: Path,
-    work: Path,
-    policies: Sequence[str],
-    seeds: Sequence[int],
-    steps: int,
-    arms: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Makes the runs that `file` does not contain, and returns the complete record.
+class Stopped(Exception):
+    """The time is over, or SIGTERM arrived; the program that was running has saved."""
 
-    Args:
+
+@dataclass(frozen=True)
+class Plan:
+    """What the runs of one call share.
+
+    Attributes:
       file: the record; rewritten after every run.
       work: directory of the runs of all experiments. A run's folder is named by a digest of its config and cold start,
         so experiments share equal runs, and a killed run resumes.
+      data: directory with train, test and index, for an experiment that needs it.
+      fields: config fields of all arms in addition to those of the experiment, by their dotted names.
+      deadline: by `time.monotonic`, when the running program is asked to save.
+    """
+
+    experiment: Experiment
+    file: Path
+    work: Path
+    steps: int
+    data: Path | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+    deadline: float = math.inf
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config that all arms change."""
+        return importlib.import_module(f"configs.{self.experiment.config}").get_config().to_dict()
+
+    @cached_property
+    def contents(self) -> dict[str, str]:
+        """A digest of every part of the data, by name; empty in the closed world."""
+        if self.data is None:
+            return {}
+        patterns = ["train", "index", *(name for e in self.experiment.evaluations.values() for name in e.sets)]
+        files = ("questions.json", "manifest.json")
+        return {path.stem: hash_files(path, files)[:16] for name in patterns for path in self.data.glob(name)}
+
+    def benchmarks(self, evaluation: Evaluation) -> dict[str, str]:
+        """The locations of the questions of an evaluation, by the names of the sets."""
+        if self.data is None:
+            return {asked: asked for asked in evaluation.sets}
+        return {path.stem: str(path) for name in evaluation.sets for path in sorted(self.data.glob(name))}
+
+    def check(self) -> None:
+        """Raises `UserError` if the data are incomplete, or a field is one that the experiment sets itself."""
+        needed = self.experiment.needs_data
+        if self.data and not needed:
+            raise UserError(f"--data={self.data}: found with an experiment in the closed world, accepted: none")
+        parts = ("train/questions.json", "test/questions.json", "index/manifest.json") if needed else ()
+        if missing := [part for part in parts if not (self.data and (self.data / part).is_file())]:
+            accepted = "a directory with train, test and index (docs/data.md)"
+            raise UserError(f"--data={self.data or ''}: {', '.join(missing)} not found, accepted: {accepted}")
+        own = {"seed", "train.steps", "eval.questions_per_kind", "model.path", *self.experiment.training}
+        own.update(name for arm in self.experiment.arms.values() for name in arm.fields)
+        if taken := sorted(own & self.fields.keys()):
+            raise UserError(f"--set={taken[0]}: found, accepted: a field that the experiment does not set itself")
+
+
+def run_all(plan: Plan, policies: Sequence[str], seeds: Sequence[int], arms: Sequence[str] = ()) -> dict[str, Any]:
+    """Makes the runs that the record does not contain, and returns the complete record.
+
+    Args:
       policies: cold starts, `toy` or directories.
       arms: arms to run; default: all.
 
     Raises:
-      UserError: an unknown arm, or a file with other settings or cold starts.
+      Stopped: at the deadline.
+      UserError: an unknown arm, incomplete data, or a record with other settings, cold starts or data.
     """
+    plan.check()
+    plan.file.parent.mkdir(parents=True, exist_ok=True)
     for name in arms:
-        if name not in experiment.arms:
-            raise UserError(f"--arms={name}: not found, accepted: {', '.join(experiment.arms)}")
+        if name not in plan.experiment.arms:
+            raise UserError(f"--arms={name}: not found, accepted: {', '.join(plan.experiment.arms)}")
     starts = [cold_start_digest(policy) for policy in policies]
     if len(set(starts)) < len(starts):  # it would count as several in the intervals over cold starts
         raise UserError(f"--policies={','.join(policies)}: the same cold start twice, accepted: each one once")
-    record = open_record(file, experiment, steps, starts)
+    record = open_record(plan, starts)
     for i, policy in enumerate(policies):
         path = policy if policy == "toy" else str(Path(policy).resolve())  # the programs run in another directory
         for seed in seeds:
-            for name in arms or experiment.arms:
-                arm = experiment.arms[name]
-                run = f"{name}/{i}/{seed if arm.trained else 0}"
+            for name in arms or plan.experiment.arms:
+                run = f"{name}/{i}/{seed if plan.experiment.arms[name].trained else 0}"
                 if run not in record["runs"]:
-                    print(f"{run}: {file.name}", file=sys.stderr, flush=True)
-                    record["runs"][run] = make_run(experiment, arm, work, path, starts[i], seed, steps)
-                    write_atomically(file, json.dumps(record, indent=1) + "\n")
+                    print(f"{run}: {plan.file.name}", file=sys.stderr, flush=True)
+                    record["runs"][run] = make_run(plan, run, path, starts[i])
+                    write_atomically(plan.file, json.dumps(record, indent=1) + "\n")
     return record
 
 
@@ -84,28 +134,31 @@ def read_record(file: Path) -> dict[str, Any]:
     return read_json(file)
 
 
-def open_record(file: Path, experiment: Experiment, steps: int, starts: Sequence[str]) -> dict[str, Any]:
+def open_record(plan: Plan, starts: Sequence[str]) -> dict[str, Any]:
     """The record to which runs are added; a new one if the file does not exist."""
-    base = digest(smoke.get_config().to_dict(), TRAINING)
+    experiment = plan.experiment
+    base = digest(plan.config, experiment.training)
     settings = {
         "claim": experiment.claim,
-        "steps": steps,
+        "steps": plan.steps,
         "cold_starts": list(starts),
         "evaluations": {name: asdict(evaluation) for name, evaluation in experiment.evaluations.items()},
         "arms": {name: asdict(arm) | {"base": base} for name, arm in experiment.arms.items()},
+        **({"data": plan.contents} if plan.contents else {}),
+        **({"set": dict(plan.fields)} if plan.fields else {}),
     }
     settings = json.loads(json.dumps(settings))
-    if not file.is_file():
+    if not plan.file.is_file():
         return settings | {"runs": {}}
-    record = read_record(file)
+    record = read_record(plan.file)
     shared = min(len(record["cold_starts"]), len(starts))
     settings["cold_starts"] += record["cold_starts"][shared:]
     recorded_arms = {run.partition("/")[0] for run in record["runs"]}
-    changed = [key for key in ("steps", "evaluations") if record[key] != settings[key]]
+    changed = [key for key in ("steps", "evaluations", "data", "set") if record.get(key) != settings.get(key)]
     changed += ["cold_starts"] * (record["cold_starts"][:shared] != list(starts)[:shared])
     changed += [name for name in sorted(recorded_arms) if record["arms"].get(name) != settings["arms"].get(name)]
     if changed:
-        raise UserError(f"{file}: was made with other {', '.join(changed)}; accepted: the same, or another --out")
+        raise UserError(f"{plan.file}: was made with other {', '.join(changed)}; accepted: the same, or another --out")
     return settings | {"runs": record["runs"]}
 
 
@@ -113,36 +166,91 @@ def digest(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def make_run(
-    experiment: Experiment, arm: Arm, work: Path, policy: str, start: str, seed: int, steps: int
-) -> dict[str, Any]:
-    """The results of a run; trains and evaluates whatever is missing in `work`."""
-    config = smoke.get_config().to_dict()
+def make_run(plan: Plan, label: str, policy: str, start: str) -> dict[str, Any]:
+    """The results of a run; trains and evaluates whatever is missing in `plan.work`.
+
+    Args:
+      label: arm, number of the cold start and seed, as the record names the run.
+      policy, start: the cold start, and its digest.
+    """
+    name, _, seed = label.split("/")
+    arm, training = plan.experiment.arms[name], plan.experiment.training
     if not arm.trained:
-        return {"after": evaluate(experiment, arm, work / f"start-{digest(config, start)}", policy)}
-    fields = {"seed": seed, "train.steps": steps, "eval.questions_per_kind": 0, **TRAINING, **arm.fields}
-    folder = work / digest(config, fields, start)
+        return {"after": evaluate(plan, name, plan.work / f"start-{digest(plan.config, start)}", policy)}
+    fields = {"seed": int(seed), "train.steps": plan.steps, "eval.questions_per_kind": 0, **training}
+    fields |= {**plan.fields, **arm.fields}
+    trained_on = [plan.contents[part] for part in ("train", "index")] if plan.data else []
+    folder = plan.work / digest(plan.config, fields, start, *trained_on)
     run = folder / "run"
-    if not (run / "summary.json").is_file():
-        overrides = [f"--config.{name}={value}" for name, value in {**fields, "model.path": policy}.items()]
-        run_program("train.py", "--config=configs/smoke.py", *overrides, f"--workdir={run}")
+    try:
+        if not (run / "summary.json").is_file():
+            run_program(plan, "train.py", *set_fields({**fields, "model.path": policy}), f"--workdir={run}")
+    finally:
+        if plan.data and (run / "metrics.jsonl").is_file():
+            copy_curve(run / "metrics.jsonl", plan.file.with_name(f"metrics-{file_name(label)}.jsonl"))
     if not (run / "summary.json").is_file():  # after SIGTERM it exits with code 0
         raise UserError(f"{run}: was stopped before its last step; the same command resumes")
-    return {"after": evaluate(experiment, arm, folder, str(run)), "wall_s": read_json(run / "summary.json")["wall_s"]}
+    return {"after": evaluate(plan, name, folder, str(run)), "wall_s": read_json(run / "summary.json")["wall_s"]}
 
 
-def evaluate(experiment: Experiment, arm: Arm, folder: Path, model: str) -> dict[str, dict[str, Any]]:
-    """The figures of a policy by "evaluation/set"."""
-    figures: dict[str, dict[str, Any]] = {}
-    for name, evaluation in experiment.evaluations.items():
-        out = folder / f"after-{digest(asdict(evaluation), arm.arguments)}"
+def evaluate(plan: Plan, arm: str, folder: Path, model: str) -> dict[str, dict[str, Any]]:
+    """The figures of an arm's policy by "evaluation/set", and on data also by "evaluation/set/kind"."""
+    options, figures = plan.experiment.arms[arm].arguments, dict[str, dict[str, Any]]()
+    own = [dict(plan.fields), plan.contents] if plan.fields or plan.contents else []
+    read = {name: value for name, value in plan.fields.items() if name not in TRAINING_ONLY}
+    for title, evaluation in plan.experiment.evaluations.items():
+        out = folder / f"after-{digest(asdict(evaluation), options, *own)}"
+        asked = plan.benchmarks(evaluation)
         if not (out / "results.json").is_file():
-            arguments = [f"--benchmark={CLOSED_WORLD}:{asked}" for asked in evaluation.sets]
-            arguments += [f"--count={evaluation.count}", *evaluation.arguments, *arm.arguments, f"--out={out}"]
-            run_program("eval.py", f"--model={model}", "--config=configs/smoke.py", *arguments)
+            arguments = [f"--benchmark={name if plan.data else CLOSED_WORLD}:{asked[name]}" for name in asked]
+            arguments += [f"--count={evaluation.count}", *evaluation.arguments, *set_fields(read), *options]
+            run_program(plan, "eval.py", f"--model={model}", *arguments, f"--out={out}")
         scores = read_scores(out)
-        figures |= {f"{name}/{asked}": summarise(scores[f"{CLOSED_WORLD}:{asked}"]) for asked in evaluation.sets}
+        for name, location in asked.items():
+            if not plan.data:
+                figures[f"{title}/{name}"] = summarise(scores[f"{CLOSED_WORLD}:{name}"])
+                continue
+            for kind, group in {"": scores[name], **group_by_kind(scores[name])}.items():
+                figures[f"{title}/{name}/{kind}".rstrip("/")] = summarise(group) | {"each": by_question(group)}
+            figures[f"{title}/{name}"]["word_bigrams"] = accuracy_by_words(plan.data / "train", location)
+            rollouts = plan.file.with_name(f"rollouts-{file_name(arm)}.txt")
+            if not rollouts.exists():  # of the first run and set
+                write_rollouts(out / f"{file_name(name)}.jsonl", rollouts)
     return figures
+
+
+def set_fields(fields: Mapping[str, Any]) -> list[str]:
+    """The arguments that set config fields."""
+    return [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+def by_question(scores: Sequence[Score]) -> dict[str, str]:
+    """The figures that tables.py compares question by question: the values in the order of the questions."""
+    values = {name: [getattr(s, name) for s in scores] for name in ("em", "turns", "evidence")}
+    values["decomposition_ratio"] = [s.split for s in scores]
+    values["decomposition_accuracy"] = [s.split == (s.kind == "parallel") for s in scores if s.kind != "mixed"]
+    return {name: " ".join(f"{value:g}" for value in column) for name, column in values.items()}
+
+
+def copy_curve(metrics: Path, to: Path) -> None:
+    """Copies a run's metrics, of a long run every n-th step."""
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    write_atomically(to, "".join(lines[:: max(1, -(-metrics.stat().st_size // CURVE_BYTES))]))
+
+
+def write_rollouts(rows: Path, to: Path) -> None:
+    """Writes five rollouts of an evaluation: three wrong and two right ones, with the titles of the passages."""
+    by_em = sorted(map(json.loads, rows.read_text(encoding="utf-8").splitlines()), key=lambda row: row["em"])
+    lines = []
+    for row in by_em[:3] + by_em[3:][-2:]:
+        lines += ["", row["question"], f"{row['kind']}, {row['status']}, EM {row['em']:g}: {row['golden_answers']}"]
+        for turn in row["actions"]:
+            found = zip(turn["queries"], turn["passages"], strict=False)
+            lines += [
+                turn["text"],
+                *(f"[{query}: {', '.join(p['title'] for p in ranking)}]" for query, ranking in found),
+            ]
+    write_atomically(to, "\n".join(lines[1:]) + "\n")
 
 
 def cold_start_digest(policy: str) -> str:
@@ -152,11 +260,22 @@ def cold_start_digest(policy: str) -> str:
     return hash_files(directory, WEIGHTS)[:16]
 
 
-def run_program(program: str, *arguments: str) -> None:
-    command = [sys.executable, str(ROOT / "launch" / program), *arguments]
+def run_program(plan: Plan, program: str, *arguments: str) -> None:
+    """Runs a program of launch/, which is asked to save if this process is stopped or its time is over."""
+    left = plan.deadline - time.monotonic()
+    if left <= 0:
+        raise Stopped
+    command = [sys.executable, str(ROOT / "launch" / program), f"--config=configs/{plan.experiment.config}.py"]
+    command += [argument.replace(DATA, str(plan.data)) for argument in arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    done = subprocess.run(command, cwd=ROOT, text=True, check=False, env=environment, **streams)
+    done = subprocess.Popen(command, cwd=ROOT, text=True, env=environment, **streams)
+    try:
+        _, errors = done.communicate(timeout=None if left == math.inf else left)
+    except BaseException as reason:
+        done.terminate()
+        done.communicate()
+        raise (Stopped if isinstance(reason, subprocess.TimeoutExpired) else reason) from None
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        last = (errors.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"{' '.join([program, *arguments])}: exit code {done.returncode}: {last}")

@@ -6,18 +6,22 @@ intervals are over its seeds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from scipy import stats
 
 from experiments import Experiment
+from psearch_jax.eval.scores import permutation_p
 from psearch_jax.eval.tables import share, table
 from psearch_jax.runtime.metrics import mean
 
 COUNTS = ("turns", "searches", "tokens")  # figures that are not shares
 COLD_START, SEED = 0, 1  # the parts of a run's key, "cold start/seed"
 UNITS = ("cold starts", "seeds")
+# Controls without a policy: their titles, and the figure that they are compared with.
+CONTROLS = {"chance": ("chance level", "em"), "word_bigrams": ("words and word bigrams", "decomposition_accuracy")}
 Results = Mapping[str, Mapping[str, Any]]  # of one arm, by run
 
 
@@ -61,9 +65,10 @@ def independent_values(values: Mapping[str, float], unit: int) -> list[float]:
 def figures_table(figures: Sequence[str], arms: Mapping[str, Results], asked: str, unit: int) -> str:
     shown = [figure for figure in figures if any(values_of(results, asked, figure) for results in arms.values())]
     rows = [["arm", UNITS[unit], "runs", *(figure.replace("_", " ") for figure in shown)]]
-    chance = [value for results in arms.values() for value in values_of(results, asked, "chance").values()]
-    if chance:
-        rows.append(["chance level", "", "", *(share(mean(chance)) if figure == "em" else "" for figure in shown)])
+    for control, (title, compared) in CONTROLS.items():
+        known = [value for results in arms.values() for value in values_of(results, asked, control).values()]
+        if known:
+            rows.append([title, "", "", *(share(mean(known)) if figure == compared else "" for figure in shown)])
     for name, results in arms.items():
         values = {figure: independent_values(values_of(results, asked, figure), unit) for figure in shown}
         if any(values.values()):
@@ -83,39 +88,53 @@ def with_interval(values: Sequence[float], is_share: bool) -> str:
 
 
 def differences_table(experiment: Experiment, arms: Mapping[str, Results], sets: Sequence[str], unit: int) -> str:
+    """If the record has the values of each question, a permutation test over questions, of the means over runs."""
     rows = [["arm", "question set", "metric", UNITS[unit], "runs", "difference", "95% interval"]]
+    reference = arms[experiment.reference]
+    each = any("each" in figures for run in reference.values() for figures in run["after"].values())
+    rows[0] += ["p, over questions"] * each
     for name, results in arms.items():
         if name == experiment.reference:
             continue
+        trained = experiment.arms[name].trained, experiment.arms[experiment.reference].trained
         for asked in sets:
             for figure in experiment.figures:
-                paired = paired_differences(
-                    values_of(results, asked, figure),
-                    values_of(arms[experiment.reference], asked, figure),
-                    experiment.arms[name].trained,
-                    experiment.arms[experiment.reference].trained,
-                )
-                if paired:
-                    values = independent_values(paired, unit)
+                ours, theirs = (values_of(runs, asked, figure) for runs in (results, reference))
+                pairs = pair_runs(ours, theirs, *trained)
+                if pairs:
+                    values = independent_values({run: ours[a] - theirs[b] for run, (a, b) in pairs.items()}, unit)
                     centre, low, high = mean_interval(values)
                     interval = f"{low:+.3f} to {high:+.3f}" if len(values) > 1 else ""
-                    counts = [str(len(values)), str(len(paired))]
+                    counts = [str(len(values)), str(len(pairs))]
                     rows.append([name, asked, figure.replace("_", " "), *counts, f"{centre:+.3f}", interval])
+                    rows[-1] += [p_over_questions(results, reference, asked, figure, pairs.values())] * each
     return table(rows)
 
 
-def paired_differences(
-    values: Mapping[str, float], reference: Mapping[str, float], trained: bool, reference_trained: bool
-) -> dict[str, float]:
-    """Differences by run: of the same cold start and seed, or only cold start if one of the arms is not trained."""
+def pair_runs(
+    runs: Iterable[str], reference: Iterable[str], trained: bool, reference_trained: bool
+) -> dict[str, tuple[str, str]]:
+    """The runs to compare: of the same cold start and seed, or only cold start if one of the arms is not trained."""
     if trained and reference_trained:
-        return {run: value - reference[run] for run, value in values.items() if run in reference}
+        return {run: (run, run) for run in runs if run in reference}
     return {
-        run if trained else other: value - compared
-        for run, value in values.items()
-        for other, compared in reference.items()
+        run if trained else other: (run, other)
+        for run in runs
+        for other in reference
         if run.partition("/")[0] == other.partition("/")[0]
     }
+
+
+def p_over_questions(
+    results: Results, reference: Results, asked: str, figure: str, pairs: Iterable[tuple[str, str]]
+) -> str:
+    """p of the differences of each question, their mean over the pairs of runs; empty if they are not recorded."""
+
+    def read(run: Mapping[str, Any]) -> np.ndarray:
+        return np.array(run["after"][asked].get("each", {}).get(figure, "").split(), float)
+
+    differences = np.mean([read(results[run]) - read(reference[other]) for run, other in pairs], axis=0)
+    return f"{permutation_p(differences):.4f}" if len(differences) else ""
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:

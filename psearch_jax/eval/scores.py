@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from psearch_jax.rl.rewards import evidence_recall
 from psearch_jax.runtime.metrics import mean
 from psearch_jax.text.answers import exact_match, f1, normalise
 from psearch_jax.types import KINDS, EndStatus, Kind, Trajectory, UserError
@@ -46,6 +47,7 @@ class Score:
     valid_format: bool
     chance: float | None = None  # EM of a random guess among the question's possible answers, if known
     looks_parallel: bool = False  # by a heuristic on the question's words
+    evidence: float | None = None  # `evidence_recall`; None in older rows
 
     @property
     def split(self) -> bool:
@@ -79,6 +81,7 @@ def score(t: Trajectory) -> Score:
         valid_format=t.well_formed,
         chance=question.metadata.get("chance"),
         looks_parallel=looks_parallel(question.text),
+        evidence=round(evidence_recall(t), DIGITS),
     )
 
 
@@ -89,8 +92,8 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
     """Means over trajectories; `llm_calls` is the sum of all turns, `questions` the number of distinct questions.
 
     `decomposition_ratio`: share whose first search had two or more sub-queries. `decomposition_accuracy`: see
-    `judge_splitting`, absent if no question counts. `chance`: EM of a random guess, absent unless known for every
-    score. Without scores only `questions` is present.
+    `judge_splitting`, absent if no question counts. `chance`: EM of a random guess; `evidence`: share of the evidence
+    that the searches showed; both are absent unless known for every score. Without scores only `questions` is present.
     """
     if not scores:
         return {"questions": 0}
@@ -100,8 +103,10 @@ def summarise(scores: Sequence[Score]) -> dict[str, float]:
     accuracy = judge_splitting(scores)["accuracy"]
     if accuracy is not None:
         figures["decomposition_accuracy"] = accuracy
-    if all(s.chance is not None for s in scores):
-        figures["chance"] = mean(s.chance for s in scores)
+    figures["answered"] = mean(s.status == "answered" for s in scores)
+    for name in ("chance", "evidence"):
+        if all(getattr(s, name) is not None for s in scores):
+            figures[name] = mean(getattr(s, name) for s in scores)
     rounded = {name: round(value, DIGITS) for name, value in figures.items()}
     return rounded | {"llm_calls": sum(s.turns for s in scores), "questions": len({s.question for s in scores})}
 
@@ -225,8 +230,6 @@ def compare_paired(first: Sequence[Score], second: Sequence[Score], value: str =
     Raises:
       UserError: the two do not cover the same questions.
     """
-    from scipy import stats  # slow to import
-
     means = [question_means(scores, value) for scores in (first, second)]
     only = len(means[0].keys() ^ means[1].keys())
     if only or not means[0]:
@@ -241,13 +244,21 @@ def compare_paired(first: Sequence[Score], second: Sequence[Score], value: str =
             quotient = b.mean(axis) / a.mean(axis)
         return np.where(np.isfinite(quotient), quotient, np.nan)
 
-    statistics = {"first": a.mean(), "second": b.mean(), "difference": (b - a).mean(), "ratio": ratio(a, b), "p": 1.0}
+    statistics = {"first": a.mean(), "second": b.mean(), "difference": (b - a).mean(), "ratio": ratio(a, b)}
+    statistics["p"] = permutation_p(b - a)
     statistics["low"], statistics["high"] = bootstrap_interval(np.mean, b - a)
     statistics["ratio_low"], statistics["ratio_high"] = bootstrap_interval(ratio, a, b)
-    if len(a) > 1:
-        test = stats.permutation_test((b - a,), np.mean, permutation_type="samples", **resampling(len(a)))
-        statistics["p"] = test.pvalue
     return {name: round(float(number), DIGITS) for name, number in statistics.items()} | {"questions": len(a)}
+
+
+def permutation_p(differences: np.ndarray) -> float:
+    """Two-sided paired permutation test of [Q] differences between two means of each question: random sign flips."""
+    from scipy import stats  # slow to import
+
+    if len(differences) < 2:
+        return 1.0
+    options = resampling(len(differences))
+    return float(stats.permutation_test((differences,), np.mean, permutation_type="samples", **options).pvalue)
 
 
 def bootstrap_interval(statistic: Callable[..., np.ndarray], *values: np.ndarray) -> list[float]:

@@ -56,6 +56,7 @@ def test_summary_by_hand():
     """Means over trajectories, the published rule of the first search, and counts of distinct questions."""
     means = {"em": 0.5, "f1": round((1 + 2 / 3 + 0 + 1) / 4, 6), "decomposition_ratio": 0.5, "searches": 1.0}
     means |= {"sub_queries": 2.0, "turns": 2.0, "tokens": (9 + 14 + 10 + 4) / 4, "context": 30.0, "valid_format": 0.5}
+    means |= {"answered": 0.75, "evidence": 0.0}
     assert summarise(FOUR) == means | {"decomposition_accuracy": 0.75, "llm_calls": 8, "questions": 4}
     assert summarise([]) == {"questions": 0}
     assert share_finished(FOUR) == [0.25, 0.5, 0.75, 0.75, 0.75, 0.75]
@@ -65,6 +66,9 @@ def test_summary_by_hand():
     assert list(groups) == ["parallel", "single"] and len(groups["parallel"]) == 3
     initial = summarise([scored(search("a", "b", n=0), answer("Ada Lovelace"))])  # the host's search, not the policy's
     assert [initial[key] for key in ("searches", "sub_queries", "decomposition_ratio", "turns")] == [0, 0, 0, 1]
+    shown = replace(search("a"), shown=(("Ada Lovelace was born in 1815.",),))
+    evidences = [["Ada Lovelace", "born", "1815"], ["Alan Turing", "born", "1912"]]
+    assert summarise([scored(shown, answer("x"), evidences=evidences)])["evidence"] == 0.5
     broken = scored(Turn("", "none", False, n_sampled=3), status="not_finite", id=4)
     assert figures([*FOUR, broken])["all"]["not_finite"] == 1
 
