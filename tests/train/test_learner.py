@@ -245,6 +245,7 @@ def one_and_eight(request, on_one, tmp_path_factory):
     return {"one": on_one, "eight": on_mesh(request.param, tmp_path_factory.mktemp("devices") / "eight.npz")}
 
 
+@pytest.mark.slow
 def test_eight_devices_sample_the_same_ids(one_and_eight):
     """Rollouts and log-probs do not depend on the mesh."""
     (one, _), (eight, report) = one_and_eight["one"], one_and_eight["eight"]
@@ -257,6 +258,7 @@ def test_eight_devices_sample_the_same_ids(one_and_eight):
     np.testing.assert_allclose(one["trainer_logprobs"], eight["trainer_logprobs"], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_eight_devices_learn_the_same(one_and_eight):
     """Gradients and three updates do not depend on the mesh."""
     one, eight = one_and_eight["one"][0], one_and_eight["eight"][0]
