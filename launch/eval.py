@@ -9,7 +9,7 @@ tfds:BUILDER:SPLIT. `closed_world:SET` is a built-in set, `closed_world:SET+SET`
 the run of the checkpoint, or else are the defaults; --config.SECTION.FIELD sets one. OUT gets results.json,
 results.md, report.html and one file of rows per benchmark.
 With --gold_passages the policy does not search: its context starts with the passages that state the facts, which gives
-an upper limit for any retriever.
+an upper limit for any retriever if the policy can read passages that it did not search for.
 After a kill the same command resumes. `launch/report.py OUT OUT` compares two evaluations.
 """
 

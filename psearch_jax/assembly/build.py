@@ -148,7 +148,7 @@ def engine(
     tables = build_tables(tokenizer.token_bytes, model.vocab_rows)
     sampler = make_sampler(config, model, rollout_mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
     world, render = make_world(config), make_renderer(config, tokenizer)
-    if retriever is None and needs_retriever(config):
+    if retriever is None and needs_retriever(config, training):
         with progress.step("opening the passages"):
             retriever = make_retriever(config, world)
     collector = Collector.of(sampler, tokenizer, retriever, render, config.rollout, config.retrieval)

@@ -45,7 +45,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
             "for example FlashRAG's, with `hf download RUC-NLPIR/FlashRAG_datasets hotpotqa/train.jsonl "
             "--repo-type=dataset --local-dir=DIR`"
         )
-    if needs_retriever(config) and not (data.source == CLOSED_WORLD or retrieval.passages or retriever):
+    if needs_retriever(config, training) and not (data.source == CLOSED_WORLD or retrieval.passages or retriever):
         lines.append(
             "config.retrieval.index (or .corpus, .url): an index made with `python launch/build_index.py "
             "--corpus=FILE.jsonl --encoder=hashing --out=DIR`"
@@ -72,9 +72,9 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
     return lines
 
 
-def needs_retriever(config: Config) -> bool:
-    """Whether rollouts of this config need a retriever."""
-    if config.train.replay:
+def needs_retriever(config: Config, training: bool) -> bool:
+    """Whether rollouts of this config need a retriever; training on recorded ones does not, their evaluation does."""
+    if training and config.train.replay:
         return False
     return config.rollout.search_turns > 0 or config.rollout.initial_search
 

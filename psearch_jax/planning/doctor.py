@@ -228,7 +228,7 @@ def check_prompt(config: Config) -> str | None:
 
 def check_passages(config: Config) -> str | None:
     """Checks that the retriever answers."""
-    if not needs_retriever(config):
+    if not needs_retriever(config, training=True):
         return "none: the run does not search"
     world = make_world(config)
     if not (world or config.retrieval.passages):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -48,7 +49,7 @@ def replay_command(recorded, workdir, steps: int = STEPS, **fields) -> list[str]
 
 
 def test_a_replay_repeats_the_run_to_the_bit(recorded, tmp_path):
-    """Also after SIGKILL; it neither samples nor evaluates."""
+    """Also after SIGKILL; it neither samples nor evaluates, but its checkpoint can be evaluated."""
     process = Program(replay_command(recorded, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: (tmp_path / "trajectories" / "000000.jsonl").is_file(), process)
     process.send_signal(signal.SIGKILL)
@@ -61,6 +62,9 @@ def test_a_replay_repeats_the_run_to_the_bit(recorded, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == STEPS and summary["before"] == summary["after"] == {}
     assert not (tmp_path / "rollouts").exists()
+    asked = ["--benchmark=closed_world:single", "--count=2", f"--out={tmp_path / 'evaluation'}"]
+    run([sys.executable, "launch/eval.py", f"--model={tmp_path}", *asked])
+    assert (tmp_path / "evaluation" / "results.json").is_file()
 
 
 def test_another_objective_on_the_same_rollouts(recorded, tmp_path):
