@@ -35,9 +35,8 @@ class DecoderConfig:
     qk_norm: bool = False  # RMSNorm of queries and keys per head, before the rotary embedding (Qwen3)
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_rows", "width", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_positions")
-        sizes += ("rope_positions",)
-        for name in sizes:
+        sizes = ("vocab_rows", "width", "layers", "heads", "kv_heads", "head_dim", "mlp")
+        for name in (*sizes, "max_positions", "rope_positions"):
             if not 0 < getattr(self, name) < MAX_SIZE:
                 raise UserError(f"model: {name}={getattr(self, name)} found, accepted: 1 to {MAX_SIZE - 1}")
         for name in ("rope_theta", "rope_factor", "rope_low", "rope_high", "rms_eps"):

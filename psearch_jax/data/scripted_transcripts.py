@@ -90,7 +90,7 @@ class TranscriptWriter:
             if not queries or (split and not number and len(queries) == 1):
                 return None
             turn = self._search(thought, queries)
-            if not all(self._shows(turn, fact) for fact in facts):
+            if self._count_shown(turn, facts) < len(facts):
                 return None
             turns.append(turn)
             thought = wording.state(facts)
@@ -104,10 +104,11 @@ class TranscriptWriter:
         text = f"<think>{thought}</think>\n<search>{_SEPARATOR.join(queries)}</search>"
         return TranscriptTurn(text, queries, tuple(map(tuple, self.search(queries))))
 
-    def _shows(self, turn: TranscriptTurn, fact: Triple) -> bool:
-        """Whether a passage states the fact and the observation shows it (which alone may be by its queries)."""
+    def _count_shown(self, turn: TranscriptTurn, facts: Sequence[Triple]) -> int:
+        """How many facts a passage states and the observation shows (which alone may be by its queries)."""
         passages = [normalise(f"{p.title} {p.text}") for ranking in turn.passages for p in ranking]
-        return is_stated(fact, passages) and is_stated(fact, [normalise(self.observe(turn.queries, turn.passages))])
+        shown = [normalise(self.observe(turn.queries, turn.passages))]
+        return sum(is_stated(fact, passages) and is_stated(fact, shown) for fact in facts)
 
     def _search_in_vain(self, thought: str, wanted: Sequence[str], facts: Sequence[Triple]) -> TranscriptTurn | None:
         """The search without the first word of each query; None if it has fewer sub-queries or shows a fact."""
@@ -116,7 +117,7 @@ class TranscriptWriter:
         if len(queries) < len(wanted):
             return None
         turn = self._search(thought, queries)
-        return None if any(self._shows(turn, fact) for fact in facts) else replace(turn, trained=False)
+        return None if self._count_shown(turn, facts) else replace(turn, trained=False)
 
 
 @dataclass(frozen=True)

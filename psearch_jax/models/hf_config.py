@@ -156,9 +156,9 @@ def write_config(directory: Path, config: DecoderConfig, dtype: Any) -> None:
     """Writes generation_config.json and config.json."""
     family, eos = find_family(config), list(config.eos_ids)
     generation = {"do_sample": True} | ({"eos_token_id": eos} if eos else {})
-    rope: dict[str, Any] = {"rope_type": "default"}
+    scaling = None
     if config.rope_factor != 1:
-        rope = {"rope_type": "llama3"} | {name: getattr(config, field) for field, name in _LLAMA3.items()}
+        scaling = {"rope_type": "llama3"} | {name: getattr(config, field) for field, name in _LLAMA3.items()}
     fields = {
         "architectures": [FAMILIES[family].class_name],
         "model_type": family,
@@ -166,8 +166,8 @@ def write_config(directory: Path, config: DecoderConfig, dtype: Any) -> None:
         "hidden_act": "silu",
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,  # read by transformers 4
-        "rope_scaling": rope if config.rope_factor != 1 else None,
-        "rope_parameters": rope | {"rope_theta": config.rope_theta},  # read by transformers 5
+        "rope_scaling": scaling,
+        "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta},  # transformers 5
         "rms_norm_eps": config.rms_eps,
         "use_sliding_window": False,
         "attention_dropout": 0.0,
