@@ -21,7 +21,7 @@ export JAX_PLATFORMS ?= cpu
 clear = @if [ -e "$(1)" ] && [ ! -f "$(1)/config.json" ]; then \
 	echo "$(1): exists and is not a run directory; not removed" >&2; exit 2; fi; rm -rf "$(1)"
 
-.PHONY: demo controls test test-ci test-all test-real weights-named docs lock lint format clean
+.PHONY: demo demo-real controls test test-ci test-all test-real weights-named docs lock lint format clean
 
 # Train the toy policy with GRPO in the closed world and print the changes. Always starts anew; ARGS: more flags.
 demo: $(USER_STAMP)
@@ -37,6 +37,39 @@ controls: $(USER_STAMP)
 	$(BIN)/python launch/train.py --config=configs/smoke.py --config.seed=$(SEED) --workdir=$(WORKDIR)-no-decomposition \
 		--config.reward.decomposition=0.0
 	$(BIN)/python launch/report.py $(WORKDIR) $(WORKDIR)-no-bonus $(WORKDIR)-no-decomposition
+
+# Train a small real model on questions and passages of the published train.json and dev.json of 2WikiMultiHopQA, which
+# are in the directory SETS (docs/small_model.md). Files in REAL that are complete are kept; training resumes.
+REAL ?= runs/real
+MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
+TRANSCRIPTS ?= 1500
+SMALL := $(BIN)/python launch/
+SMALL_RUN = --config=configs/smollm2_135m.py --config.retrieval.index=$(REAL)/index
+demo-real: $(REAL)/cold_start/policy $(REAL)/test | $(USER_STAMP)
+	$(SMALL)train.py $(SMALL_RUN) --config.model.path=$(REAL)/cold_start/policy --config.data.source=$(REAL)/train \
+		--workdir=$(REAL)/run $(ARGS)
+	for policy in cold_start run; do $(SMALL)eval.py --model=$(REAL)/$$policy --benchmark=2wiki:$(REAL)/test \
+		--index=$(REAL)/index --count=96 --out=$(REAL)/results/$$policy || exit; done
+
+$(REAL)/corpus.jsonl: | $(USER_STAMP)
+	@if [ ! -f "$(SETS)/train.json" ] || [ ! -f "$(SETS)/dev.json" ]; then echo "demo-real: SETS=$(SETS): accepted: the" \
+		"directory with train.json and dev.json of 2WikiMultiHopQA (docs/small_model.md)" >&2; exit 2; fi
+	$(SMALL)prepare_data.py --source=train:$(SETS)/train.json --source=dev:$(SETS)/dev.json --passage_words=32 \
+		--corpus_out=$@
+$(REAL)/index: | $(REAL)/corpus.jsonl
+	$(SMALL)build_index.py --corpus=$(REAL)/corpus.jsonl --encoder=bm25 --out=$@
+$(REAL)/train: | $(REAL)/corpus.jsonl
+	$(SMALL)prepare_data.py --source=train:triples:$(SETS)/train.json --exclude_entities_of=$(SETS)/dev.json \
+		--corpus=$(REAL)/corpus.jsonl --sizes=3,4 --questions=4000 --out=$@
+$(REAL)/test: | $(REAL)/corpus.jsonl
+	$(SMALL)prepare_data.py --source=test:triples:$(SETS)/dev.json --corpus=$(REAL)/corpus.jsonl --sizes=3,4 \
+		--questions=1000 --out=$@
+$(REAL)/transcripts.jsonl: | $(REAL)/index $(REAL)/train
+	$(SMALL)write_transcripts.py $(SMALL_RUN) --config.model.path=$(MODEL) --questions=$(REAL)/train \
+		--count=$(TRANSCRIPTS) --out=$@
+$(REAL)/cold_start/policy: | $(REAL)/transcripts.jsonl
+	$(SMALL)sft.py $(SMALL_RUN) --config.model.path=$(MODEL) --transcripts=$(REAL)/transcripts.jsonl \
+		--workdir=$(REAL)/cold_start
 
 # Fast tests, format, lint, the import contracts and types.
 test: lint

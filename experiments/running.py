@@ -127,6 +127,26 @@ def run_all(plan: Plan, policies: Sequence[str], seeds: Sequence[int], arms: Seq
     return record
 
 
+def measure_device(plan: Plan, minutes: float) -> None:
+    """Writes `launch/bench.py device` to device.json next to the record, unless it is there.
+
+    After `minutes` it is ended, and sizes that were measured are only in its messages. The experiment follows in any
+    case.
+    """
+    out = plan.file.with_name("device.json")
+    if out.is_file():
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    deadline = min(plan.deadline, time.monotonic() + 60 * minutes)
+    try:
+        run_until(deadline, "bench.py", "device", f"--minutes={0.75 * minutes}", f"--json={out}")
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+    except Stopped:
+        if time.monotonic() < deadline:  # by SIGTERM
+            raise
+
+
 def read_record(file: Path) -> dict[str, Any]:
     """The record so far. Raises `UserError` if there is no such file."""
     if not file.is_file():
@@ -261,12 +281,22 @@ def cold_start_digest(policy: str) -> str:
 
 
 def run_program(plan: Plan, program: str, *arguments: str) -> None:
-    """Runs a program of launch/, which is asked to save if this process is stopped or its time is over."""
-    left = plan.deadline - time.monotonic()
+    """Runs a program of launch/ with the experiment's config, as `run_until` does."""
+    config = f"--config=configs/{plan.experiment.config}.py"
+    run_until(plan.deadline, program, config, *(argument.replace(DATA, str(plan.data)) for argument in arguments))
+
+
+def run_until(deadline: float, program: str, *arguments: str) -> None:
+    """Runs a program of launch/, which is asked to save if this process is stopped or its time is over.
+
+    Raises:
+      Stopped: after the program has ended, in both cases.
+      UserError: its exit code is not 0; with the last line of its messages.
+    """
+    left = deadline - time.monotonic()
     if left <= 0:
         raise Stopped
-    command = [sys.executable, str(ROOT / "launch" / program), f"--config=configs/{plan.experiment.config}.py"]
-    command += [argument.replace(DATA, str(plan.data)) for argument in arguments]
+    command = [sys.executable, str(ROOT / "launch" / program), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     done = subprocess.Popen(command, cwd=ROOT, text=True, env=environment, **streams)

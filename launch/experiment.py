@@ -30,10 +30,12 @@ OUT = flags.DEFINE_string("out", "runs/results", "The directory of NAME.json.")
 WORK = flags.DEFINE_string("work", "runs/experiments", "The directory of the runs of all experiments.")
 DATA = flags.DEFINE_string("data", None, "real: a directory with train, test and index, as docs/data.md makes them.")
 MINUTES = flags.DEFINE_float("minutes", 0.0, "Stop after this time; the same command resumes. 0: no limit.", 0.0)
+DEVICE = flags.DEFINE_float("device_minutes", 0.0, "First spend up to this time on `launch/bench.py device`.", 0.0)
 SET = flags.DEFINE_multi_string("set", [], "FIELD=VALUE: a config field for all arms, such as model.dtype=bfloat16.")
 ONLY_TABLES = flags.DEFINE_bool("only_tables", False, "Print the recorded results without running anything.")
 NAMES = ("baselines", "critical_path", "real")
 cli.finite("minutes")
+cli.finite("device_minutes")
 
 
 def main(argv: list[str]) -> None:
@@ -66,6 +68,8 @@ def main(argv: list[str]) -> None:
 
         signal.signal(signal.SIGTERM, stop)
         try:
+            if DEVICE.value:
+                running.measure_device(plan, DEVICE.value)
             record = running.run_all(plan, POLICIES.value, [int(seed) for seed in SEEDS.value], ARMS.value)
         except running.Stopped:
             cli.end_stopped(f"complete runs are in {file}; the same command resumes", by_user=False)

@@ -82,6 +82,11 @@ def _validate_reward(config: Config) -> None:
         "reward: profile=compat requires outcome=em, sub_query_penalty=0 and gated=False",
     )
     _require(not (w.gated and w.critical_path), "reward.gated has no effect with critical_path; accepted: False")
+    needs_search = [f"reward.{name}" for name in ("evidence", "no_search_penalty") if getattr(w, name)]
+    _require(
+        config.rollout.search_turns or not needs_search,
+        f"{', '.join(needs_search)}: found with rollout.search_turns=0, where nothing is searched for; accepted: 0",
+    )
     _require(
         not w.critical_path or (w.profile == "paper" and config.rollout.samples > 1),
         f"reward.critical_path={w.critical_path} compares the rollouts of a group; accepted with "

@@ -101,6 +101,7 @@ CLOSED = {"source": "closed_world"}
         ({"reward": {"profile": "compat", "outcome": "f1"}}, ["outcome=em", "profile=compat"]),
         ({"reward": {"profile": "compat", "gated": True}}, ["gated=False", "profile=compat"]),
         ({"reward": {"critical_path": 0.5, "gated": True}}, ["config.reward.gated", "critical_path"]),
+        ({"reward": {"evidence": 0.5}, "rollout": {"search_turns": 0}}, ["config.reward.evidence", "search_turns=0"]),
         ({"learning": {"kl_in": "reward"}}, ["kl_in=reward", "algorithm=ppo"]),
         ({"learning": {"kl_to": "wrong", "kl_coefficient": 0.0}}, ["kl_to=wrong", "kl_coefficient above 0"]),
         ({"train": {"scripted_steps": 5}}, ["scripted=''", "scripted_steps=5", "both or none"]),

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -79,3 +80,14 @@ def test_the_configuration_page_is_generated_and_has_a_sentence_for_every_field(
     expected = {(name.rpartition(".")[2], s.resume.value, s.doc.replace("|", "\\|")) for name, s in settings.items()}
     assert set(rows) == expected and len(rows) == len(settings)
     assert all(setting.doc.endswith(".") and not setting.doc[0].islower() for setting in settings.values())
+
+
+def test_the_commands_of_the_makefile_are_accepted():
+    """`make demo-real` runs for hours: a program must not refuse its flags in the middle."""
+    make = ["make", "-n", "demo-real", "MODEL=model", "SETS=sets"]
+    printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in printed.replace("\\\n", " ").splitlines() if "launch/" in line]
+    assert len(lines) == 8
+    for line in lines:
+        words = shlex.split(line[line.index("launch/") :].partition("||")[0].replace("$policy", "run"))
+        assert not (refused := refusal(words)), (words, refused)

@@ -121,6 +121,17 @@ def test_bad_arguments_get_one_line(arguments, tmp_path):
     assert done.returncode == 2 and "accepted" in done.stderr.strip().splitlines()[-1], done.stderr
 
 
+def test_the_device_benchmark_is_ended_in_time_and_never_repeated(tmp_path):
+    """Neither a slow device nor a failed benchmark takes the experiment's time."""
+    plan = running.Plan(EXPERIMENT, tmp_path / "x" / "real.json", tmp_path, 3)
+    running.measure_device(plan, 1 / 60)
+    assert not list(plan.file.parent.iterdir())
+    (tmp_path / "x" / "device.json").write_text("{}")
+    started = time.monotonic()
+    running.measure_device(plan, 10)
+    assert time.monotonic() - started < 5
+
+
 @pytest.mark.slow
 def test_recorded_runs_are_not_repeated(tmp_path, monkeypatch):
     """Real runs of one step are recorded one by one; another experiment reuses them; a failure reports its cause."""
