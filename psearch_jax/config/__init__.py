@@ -5,6 +5,7 @@ once, in sections.py, with its default, documentation, accepted values and resum
 policy (`setting.setting`). docs/reference.py generates docs/configuration.md from these declarations.
 """
 
+from psearch_jax.config.families import FAMILIES, PRESETS, Family, find_family
 from psearch_jax.config.mapping import config_dict, from_mapping, to_mapping
 from psearch_jax.config.methods import with_method
 from psearch_jax.config.sections import (
@@ -20,12 +21,14 @@ from psearch_jax.config.sections import (
     SFTSection,
     best_metric,
 )
-from psearch_jax.config.shapes import PRESETS, DecoderConfig, Lora
+from psearch_jax.config.shapes import DecoderConfig, Lora
 
 __all__ = [
+    "FAMILIES",
     "PRESETS",
     "Config",
     "DecoderConfig",
+    "Family",
     "LearningSection",
     "Lora",
     "MeshSection",
@@ -38,6 +41,7 @@ __all__ = [
     "SFTSection",
     "best_metric",
     "config_dict",
+    "find_family",
     "from_mapping",
     "to_mapping",
     "with_method",

@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from psearch_jax.config.families import PRESETS
 from psearch_jax.config.setting import SEED, Accepted, free, one_of, same_content, setting, share
-from psearch_jax.config.shapes import PRESETS, Lora
+from psearch_jax.config.shapes import Lora
 from psearch_jax.types import KINDS
 
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -1,4 +1,4 @@
-"""The decoder of Qwen2.5 and Qwen3 in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The decoder of all model families in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Letters in shapes: B rows, T query positions, S key positions, D width, N heads, K kv heads, G = N/K, H head dim,
 F mlp, V vocabulary rows, L layers.

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from psearch_jax.config import DecoderConfig, Lora
+from psearch_jax.config import DecoderConfig, Lora, find_family
 from psearch_jax.models import decoder
 from psearch_jax.models import lora as adapters
-from psearch_jax.models.hf_config import TABLE, find_family, read_config, write_config
+from psearch_jax.models.hf_config import read_config, tensor_table, write_config
 from psearch_jax.models.lora import axis_sizes
 from psearch_jax.models.tensors import Tensor, TensorReader, write_files
 from psearch_jax.runtime import hub, progress
@@ -76,6 +76,7 @@ def load_hf(
       UserError: a missing, unknown or wrongly shaped tensor; the message names it and its file.
     """
     config = read_config(directory)
+    family = find_family(config)
     _, abstract = decoder.abstract_params(config)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placement = shardings(abstract) if shardings else jax.tree.map(lambda _: device, abstract)
@@ -83,11 +84,11 @@ def load_hf(
     expected = {entry.name: entry.shape for entry in _entries(config)}
     for name, shape in expected.items():  # before allocating arrays of the sizes in config.json
         reader.check(name, shape)
-    reader.refuse_others(expected.keys() | ({"lm_head.weight"} if config.tied else set()))
+    reader.refuse_others(expected.keys() | ({family.own_name("lm_head.weight")} if config.tied else set()))
     parameters, places = dict(nnx.to_flat_state(abstract)), dict(nnx.to_flat_state(placement))
     loaded = {}
     with progress.step("loading weights", len(parameters)):
-        for path, *names in TABLE:
+        for path, *names in tensor_table(family):
             if path in parameters:
                 read = functools.cache(functools.partial(_read_part, reader, config, *names, dtype))
                 shape, sharding = parameters[path].shape, places[path].get_value()
@@ -109,7 +110,7 @@ def _read_part(
     dtype: Any,
     bounds: tuple[tuple[int | None, int | None], ...],
 ) -> np.ndarray:
-    """The part of one of our parameters within `bounds`, (start, stop) of each axis; names as in `TABLE`."""
+    """The part of one of our parameters within `bounds`, (start, stop) of each axis; names as in `tensor_table`."""
     index = [slice(*pair) for pair in bounds]
     layers = range(config.layers)[index.pop(0)] if "{i}" in hf_name else (None,)
     sizes = axis_sizes(config)
@@ -170,7 +171,7 @@ def save_hf(
                 (target / name).write_bytes((tokenizer_directory / name).read_bytes())
         for name, content in (files or {}).items():
             (target / name).write_bytes(content)
-        card = _card(find_family(config), dtype, lora, export.relative_error, bool(files))
+        card = _card(find_family(config).model_type, dtype, lora, export.relative_error, bool(files))
         (target / "README.md").write_text(card, encoding="utf-8")
         write_config(target, config, dtype)
     return export.relative_error
@@ -189,7 +190,7 @@ class _Entry(NamedTuple):
 def _entries(config: DecoderConfig) -> Iterator[_Entry]:
     """The tensors of a model's checkpoint."""
     sizes, parameters = axis_sizes(config), dict(nnx.to_flat_state(decoder.abstract_params(config)[1]))
-    for path, hf_name, hf_axes, our_axes in TABLE:
+    for path, hf_name, hf_axes, our_axes in tensor_table(find_family(config)):
         if path not in parameters:
             continue
         shape = tuple(math.prod(sizes[c] for c in group) for group in hf_axes.split("."))

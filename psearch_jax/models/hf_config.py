@@ -1,17 +1,16 @@
-"""The families of models in Hugging Face's format: the names of their tensors, and their config.json."""
+"""Models in Hugging Face's format: the names of their tensors, and their config.json."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from psearch_jax.config import DecoderConfig
+from psearch_jax.config import FAMILIES, DecoderConfig, Family, find_family
 from psearch_jax.runtime.paths import read_json
 from psearch_jax.types import UserError
 
@@ -37,26 +36,6 @@ TABLE: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("layers", "up_kernel"), "model.layers.{i}.mlp.up_proj.weight", "F.D", "DF"),
     (("layers", "down_kernel"), "model.layers.{i}.mlp.down_proj.weight", "D.F", "FD"),
 )
-
-
-@dataclass(frozen=True)
-class Family:
-    """A `model_type` of transformers.
-
-    Attributes:
-      class_name: in transformers.
-      options: the fields of DecoderConfig that its config.json does not contain.
-    """
-
-    class_name: str
-    options: Mapping[str, bool]
-
-
-FAMILIES: dict[str, Family] = {
-    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True, "qk_norm": False}),
-    "qwen3": Family("Qwen3ForCausalLM", {"qkv_bias": False, "qk_norm": True}),
-    "llama": Family("LlamaForCausalLM", {"qkv_bias": False, "qk_norm": False}),
-}
 # Field of DecoderConfig -> field of config.json.
 _SIZES = {
     "vocab_rows": "vocab_size",
@@ -75,6 +54,12 @@ _LLAMA3 = {
     "rope_high": "high_freq_factor",
     "rope_positions": "original_max_position_embeddings",
 }
+_ONLY = {"use_sliding_window": False, "hidden_act": "silu"}  # as Family.only, of all families
+
+
+def tensor_table(family: Family) -> list[tuple[tuple[str, ...], str, str, str]]:
+    """The rows of `TABLE` with the family's names."""
+    return [(path, family.own_name(name), hf_axes, our_axes) for path, name, hf_axes, our_axes in TABLE]
 
 
 def read_config(directory: str | Path) -> DecoderConfig:
@@ -85,10 +70,11 @@ def read_config(directory: str | Path) -> DecoderConfig:
     """
     path = Path(directory) / "config.json"
     raw = read_json(path)
-    family = raw.get("model_type")
-    if family not in [*FAMILIES]:
-        raise UserError(f"{path}: model_type is {family!r}, accepted: {', '.join(map(repr, FAMILIES))}")
-    options = FAMILIES[family].options
+    model_type = raw.get("model_type")
+    if model_type not in [*FAMILIES]:
+        raise UserError(f"{path}: model_type is {model_type!r}, accepted: {', '.join(map(repr, FAMILIES))}")
+    family = FAMILIES[model_type]
+    raw |= {name: raw[own] for name, own in family.names.items() if own in raw}
     rope: dict[str, Any] = {}
     for field in ("rope_parameters", "rope_scaling"):  # transformers applies the second where both are given
         scaling = raw.get(field) or {}
@@ -103,15 +89,14 @@ def read_config(directory: str | Path) -> DecoderConfig:
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise UserError(f'{path}: layer_types is {json.dumps(kinds)}, accepted: a list of only "full_attention"')
-    only = {"use_sliding_window": False, "hidden_act": "silu", "mlp_bias": False, "rope_interleaved": False}
-    only |= {} if options["qkv_bias"] else {"attention_bias": False}
-    for field, value in only.items():
-        if raw.get(field) not in (None, value):
-            raise UserError(f"{path}: {field} is {json.dumps(raw[field])}, accepted: {json.dumps(value)}")
+    for field, value in {**_ONLY, **family.only}.items():
+        given = raw.get(field, family.defaults.get(field))
+        if given not in (None, value):
+            raise UserError(f"{path}: {field} is {json.dumps(given)}, accepted: {json.dumps(value)}")
     eos_ids = _eos_ids(path, raw)
     try:
         values: dict[str, Any] = {"num_key_value_heads": raw["num_attention_heads"], "max_position_embeddings": 32_768}
-        values |= {name: value for name, value in raw.items() if value is not None}
+        values |= {**family.defaults, **{name: value for name, value in raw.items() if value is not None}}
         values.setdefault("head_dim", int(values["hidden_size"]) // max(1, int(values["num_attention_heads"])))
         return DecoderConfig(
             **{field: int(values[name]) for field, name in _SIZES.items()},
@@ -125,10 +110,11 @@ def read_config(directory: str | Path) -> DecoderConfig:
             rms_eps=float(values.get("rms_norm_eps", 1e-6)),
             eos_ids=eos_ids,
             bos_id=raw.get("bos_token_id"),
-            **options,
+            family=family.model_type,
+            **family.options,
         )
     except KeyError as missing:
-        raise UserError(f"{path}: field {missing} is missing") from None
+        raise UserError(f"{path}: field {family.own_name(missing.args[0])!r} is missing") from None
     except UserError as error:  # the sizes contradict each other
         raise UserError(f"{path}: {error}") from None
     except (TypeError, ValueError, OverflowError):
@@ -160,26 +146,21 @@ def write_config(directory: Path, config: DecoderConfig, dtype: Any) -> None:
     if config.rope_factor != 1:
         scaling = {"rope_type": "llama3"} | {name: getattr(config, field) for field, name in _LLAMA3.items()}
     fields = {
-        "architectures": [FAMILIES[family].class_name],
-        "model_type": family,
+        "architectures": [family.hf_class],
+        "model_type": family.model_type,
         **{name: getattr(config, field) for field, name in _SIZES.items()},
-        "hidden_act": "silu",
+        **_ONLY,
+        **family.only,
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rope_theta,  # read by transformers 4
         "rope_scaling": scaling,
         "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta},  # transformers 5
         "rms_norm_eps": config.rms_eps,
-        "use_sliding_window": False,
         "attention_dropout": 0.0,
         "bos_token_id": config.bos_id,
         "eos_token_id": eos[0] if eos else None,
         "torch_dtype": np.dtype(dtype).name,
     }
+    fields = {family.own_name(name): value for name, value in fields.items()}
     for name, value in (("generation_config.json", generation), ("config.json", fields)):
         (directory / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def find_family(config: DecoderConfig) -> str:
-    """The model_type of a shape."""
-    fields = asdict(config).items()
-    return next(name for name, family in FAMILIES.items() if family.options.items() <= fields)

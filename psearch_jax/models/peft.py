@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from psearch_jax.config import DecoderConfig, Lora
-from psearch_jax.models import hf, lora
+from psearch_jax.config import DecoderConfig, Lora, find_family
+from psearch_jax.models import hf_config, lora
 from psearch_jax.runtime.paths import atomic_directory, check_new, locate, read_json, write_atomically
 from psearch_jax.types import UserError, first_line
 
@@ -53,7 +53,7 @@ def save_adapters(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted({_module_name(kernel, 0).rpartition(".")[2] for kernel in lora.KERNELS}),
+        "target_modules": sorted({name.rpartition(".")[2] for name in _module_names(config).values()}),
     }
     with atomic_directory(out) as target:
         write_atomically(target / WEIGHTS, save(tensors, metadata={"format": "pt"}))
@@ -114,17 +114,17 @@ def load_adapters(path: str | Path, config: DecoderConfig) -> nnx.State:
 
 def _entries(config: DecoderConfig, rank: int) -> Iterator[tuple[str, str, int, tuple[int, int]]]:
     """Of every tensor its name, our stacked array that contains it transposed, the layer, and the tensor's shape."""
-    sizes = lora.axis_sizes(config)
+    sizes, modules = lora.axis_sizes(config), _module_names(config)
     for kernel, axes in lora.KERNELS.items():
         for side, letters in zip("ab", axes, strict=True):
             size = math.prod(sizes[c] for c in letters)
             shape = (rank, size) if side == "a" else (size, rank)
             for layer in range(config.layers):
-                name = f"{_PREFIX}{_module_name(kernel, layer)}.lora_{side.upper()}.weight"
+                name = f"{_PREFIX}{modules[kernel].format(i=layer)}.lora_{side.upper()}.weight"
                 yield name, f"{kernel}_{side}", layer, shape
 
 
-def _module_name(kernel: str, layer: int) -> str:
-    """The name in transformers of the module that owns a kernel."""
-    (hf_name,) = (name for where, name, _, _ in hf.TABLE if where[-1] == kernel)
-    return hf_name.format(i=layer).removesuffix(".weight")
+def _module_names(config: DecoderConfig) -> dict[str, str]:
+    """The name in transformers of the module that owns each kernel, with `{i}` for the layer."""
+    table = hf_config.tensor_table(find_family(config))
+    return {path[-1]: name.removesuffix(".weight") for path, name, *_ in table if path[-1] in lora.KERNELS}

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from psearch_jax.assembly.checks import check_run
 from psearch_jax.assembly.policies import with_adapter_shape
 from psearch_jax.assembly.programs import make_sampler
-from psearch_jax.config import PRESETS, Config, DecoderConfig, with_method
+from psearch_jax.config import FAMILIES, PRESETS, Config, DecoderConfig, with_method
 from psearch_jax.limits import validate
 from psearch_jax.models import decoder, hf
 from psearch_jax.models.lora import abstract_trained
@@ -113,13 +113,13 @@ def model_shape(config: Config) -> DecoderConfig:
         return hf.read_config(TOY_POLICY)
     if (Path(path) / "config.json").is_file():
         return hf.read_config(path)
-    name = re.search(r"(qwen2|qwen2\.5|qwen3|llama-3\.[12]|smollm2)-(\d+(?:\.\d+)?[bm])", path.lower())
-    preset = re.sub(r"^qwen2(\.5)?-", "", name[0]) if name else ""
-    if preset in PRESETS:
-        return PRESETS[preset]
+    sizes = {p + name: shape for f in FAMILIES.values() for p in f.hub_prefixes for name, shape in f.presets.items()}
+    for name, shape in sizes.items():
+        if name in path.lower():
+            return shape
     raise UserError(
-        f"config.model.path={path}: no config.json there, and no known size in the name; accepted: names like "
-        "Qwen/Qwen2.5-7B, Qwen/Qwen3-8B and meta-llama/Llama-3.2-1B"
+        f"config.model.path={path}: no config.json there, and no known size in the name; accepted: names that contain "
+        f"one of {', '.join(sizes)}"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from psearch_jax.config import RewardSection
+from psearch_jax.config import FAMILIES, RewardSection
 from psearch_jax.rl.rewards import count_part, decomposition_part, format_part, with_shared_parts
 from psearch_jax.text.answers import exact_match
 from psearch_jax.text.tags import SEARCH_OPEN, SEPARATOR, TAG
@@ -17,7 +17,8 @@ from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Kind, RewardParts, Trajectory, UserError
 
 PROMPT_SEARCHES = 2  # assumed number of searches in the prompt's own examples
-_ASSISTANT = re.compile(r"(?:<\|im_start\|>assistant|<\|start_header_id\|>assistant<\|end_header_id\|>)\s*")
+_CHATS = {chat for family in FAMILIES.values() for chat in family.chats}
+_ASSISTANT = re.compile(rf"(?:{'|'.join(re.escape(chat.assistant) for chat in _CHATS)})\s*")
 _SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

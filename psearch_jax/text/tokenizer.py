@@ -13,13 +13,14 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from psearch_jax.config import FAMILIES
 from psearch_jax.runtime import hub
 from psearch_jax.runtime.paths import read_json
 from psearch_jax.text.tags import TAG, THINK_CLOSE, THINK_OPEN
 from psearch_jax.types import UserError, first_line
 from retrieval.protocol import as_utf8
 
-STOP_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")  # of Qwen, SmolLM2 and Llama 3
+STOP_TOKENS = {token for family in FAMILIES.values() for chat in family.chats for token in chat.stops}
 _DATE = "26 Jul 2024"  # Llama 3's template writes the date of today if none is given; prompts must not depend on it
 # Templates of reasoning models begin or pre-fill the reply's thought with this.
 _BEGUN = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")

@@ -8,7 +8,7 @@ import sys
 import pytest
 from programs import ROOT, refusal
 
-from psearch_jax.config import Config
+from psearch_jax.config import FAMILIES, Config
 from psearch_jax.config.setting import settings_of
 from psearch_jax.train.checkpointing.settings import fields
 from psearch_jax.train.monitoring.alarms import NAMES
@@ -80,6 +80,13 @@ def test_the_configuration_page_is_generated_and_has_a_sentence_for_every_field(
     expected = {(name.rpartition(".")[2], s.resume.value, s.doc.replace("|", "\\|")) for name, s in settings.items()}
     assert set(rows) == expected and len(rows) == len(settings)
     assert all(setting.doc.endswith(".") and not setting.doc[0].islower() for setting in settings.values())
+
+
+def test_the_table_of_models_lists_every_family():
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    for name, family in FAMILIES.items():
+        options = ["yes" if option else "no" for option in family.options.values()]
+        assert f" | `{name}` | {' | '.join(options)} | `{'` `'.join(family.presets)}` |\n" in page
 
 
 def test_the_commands_of_the_makefile_are_accepted():

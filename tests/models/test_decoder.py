@@ -12,7 +12,7 @@ from flax import nnx
 from helpers import admit, extend, make_sampler, random_params, tiny_config
 from jax.sharding import AbstractMesh, AxisType
 
-from psearch_jax.config import PRESETS, DecoderConfig
+from psearch_jax.config import FAMILIES, PRESETS, DecoderConfig
 from psearch_jax.models import decoder, kv_cache
 from psearch_jax.models.backend import Backend
 from psearch_jax.models.hf import load_hf
@@ -24,15 +24,11 @@ from psearch_jax.sharding import AXES, STORAGE, param_shardings
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 TOLERANCE = 1e-5  # of max|a-b| / max|b|
-SHAPES = [("qwen2", 1, False), ("qwen2", 2, True), ("qwen2", 3, False)]  # kv heads (of 6), tied head
-SHAPES += [("qwen3", 2, True), ("qwen3", 3, False), ("llama", 3, True)]
+FIRST = next(iter(FAMILIES))
+SHAPES = [(FIRST, 1, False), (FIRST, 2, True), *((family, 3, False) for family in FAMILIES)]  # kv heads of 6, tied
 
 
-def shape_name(shape: tuple[str, int, bool]) -> str:
-    return f"{shape[0]}-kv{shape[1]}-{'tied' if shape[2] else 'untied'}"
-
-
-@pytest.fixture(scope="module", params=SHAPES, ids=shape_name)
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: "{}-kv{}-tied={}".format(*shape))
 def pair(request, tmp_path_factory):
     """(torch model, our config, our parameters) with the same random weights; no bias is 0 and no norm is 1."""
     torch = pytest.importorskip("torch")
@@ -48,8 +44,8 @@ def pair(request, tmp_path_factory):
         num_hidden_layers=3,
         num_attention_heads=6,
         num_key_value_heads=kv_heads,
-        head_dim=16 if family == "qwen3" else 8,  # 6 heads of 16 exceed the model width of 48
-        rope_parameters={"rope_theta": 1e6} | (LLAMA3 if family == "llama" else {"rope_type": "default"}),
+        head_dim=8 if tied else 16,  # 6 heads of 16 exceed the model width of 48
+        rope_parameters={"rope_theta": 1e6} | (LLAMA3 if tied else {"rope_type": "default"}),
         rms_norm_eps=1e-6,
         tie_word_embeddings=tied,
         max_position_embeddings=512,
@@ -63,8 +59,8 @@ def pair(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("torch")
     model.save_pretrained(directory)
     config, params = load_hf(directory)
-    assert config.rope_theta == 1e6 and config.tied == tied and config.qk_norm == (family == "qwen3")
-    assert config.rope_factor == (8 if family == "llama" else 1)
+    assert config.rope_theta == 1e6 and config.tied == tied and config.family == family
+    assert config.rope_factor == (8 if tied else 1)
     return model, config, params
 
 
@@ -103,9 +99,6 @@ def test_a_forward_pass_equals_torch(pair):
         assert relative(ours[row, :n], torch_logits(model, ids[row : row + 1, :n])[0]) <= TOLERANCE
 
 
-CACHED = [("qwen2", 1, False), ("qwen2", 2, True), ("qwen2", 3, False), ("qwen3", 3, False), ("llama", 3, True)]
-
-
 @pytest.mark.parametrize("pair", [("qwen3", 3, False)], indirect=True)
 def test_sixteen_bits_round_no_more_than_torch(pair):
     """Norms are computed in float32: our error is not larger than the reference's.
@@ -123,7 +116,6 @@ def test_sixteen_bits_round_no_more_than_torch(pair):
     assert 0 < error(ours, exact) < 1.05 * error(theirs, exact)
 
 
-@pytest.mark.parametrize("pair", CACHED, indirect=True, ids=shape_name)
 def test_cached_multi_turn_decode_equals_torch(pair, tiny_tokenizer):
     """Prefill, admit, extend at each row's length and decode give the logits of a full forward pass."""
     model, config, params = pair
@@ -262,7 +254,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("size", COUNTS)
+@pytest.mark.parametrize("size", [name for family in FAMILIES.values() for name in family.presets])
 def test_published_sizes_and_their_sharding(size):
     """A preset has the published size, and no chip holds a full copy of a large array."""
     _, abstract = decoder.abstract_params(PRESETS[size])

@@ -9,16 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import LLAMA, QWEN3, by_name, one_device_mesh, random_params, same_bits, tiny_config
+from helpers import TINY, by_name, one_device_mesh, random_params, same_bits, tiny_config
 from safetensors.numpy import load_file, save_file
 
+from psearch_jax.config import FAMILIES, Family, find_family
 from psearch_jax.models import decoder
 from psearch_jax.models.hf import load_hf, read_config, resolve, save_hf
 from psearch_jax.sharding import STORAGE, param_shardings
 from psearch_jax.types import UserError
 
-EXPORTS = {"one-file": (10**9, {}), "sharded": (20_000, {}), "qwen3": (20_000, QWEN3), "llama": (20_000, LLAMA)}
-CLASSES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+# A family with the options of another, added by one entry.
+SLIDING = {"sliding_window": 4096}
+MISTRAL = Family(
+    "mistral", "MistralForCausalLM", FAMILIES["llama"].options, only={"sliding_window": None}, defaults=SLIDING
+)
+EXPORTS = {"one-file": {}, **TINY, "mistral": {**TINY["llama"], "family": "mistral"}}
 
 
 def assert_equal_params(a, b) -> None:
@@ -37,13 +42,14 @@ def exported(tmp_path_factory, tiny_tokenizer):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("export", EXPORTS)
-def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, export):
+def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, export, monkeypatch):
     """transformers loads an export as the same model, in one file or several, and so do we."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (shard_bytes, family), stops = EXPORTS[export], tuple(sorted(tiny_tokenizer.stop_ids))
-    config = tiny_config(**{"tied": tied, "rope_theta": 1e6, "eos_ids": stops, **family})
+    monkeypatch.setitem(FAMILIES, "mistral", MISTRAL)
+    shard_bytes, stops = 10**9 if export == "one-file" else 20_000, tuple(sorted(tiny_tokenizer.stop_ids))
+    config = tiny_config(**{"tied": tied, "rope_theta": 1e6, "eos_ids": stops, **EXPORTS[export]})
     params = random_params(config)
     out = tmp_path / "out"
     save_hf(params, config, tiny_tokenizer.name, out, shard_bytes=shard_bytes)
@@ -53,7 +59,7 @@ def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, export
 
     theirs, report = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(theirs).__name__ == CLASSES.get(export, "Qwen2ForCausalLM")
+    assert type(theirs).__name__ == find_family(config).hf_class
     assert theirs.config.bos_token_id == config.bos_id
     written = {k: v for f in files for k, v in load_file(out / f).items()}
     state = {k: v.numpy() for k, v in theirs.state_dict().items()}
@@ -70,7 +76,7 @@ def test_transformers_loads_what_we_write(tmp_path, tiny_tokenizer, tied, export
     assert np.max(np.abs(ours - expected)) / np.max(np.abs(expected)) <= 1e-5
     assert AutoTokenizer.from_pretrained(out).encode("older") == tiny_tokenizer.hf.encode("older")
     again, loaded = load_hf(out)
-    assert again == config
+    assert again == config and again.family == theirs.config.model_type == (config.family or "qwen2")
     assert_equal_params(loaded, params)
     eos = theirs.generation_config.eos_token_id
     assert sorted([eos] if isinstance(eos, int) else eos) == sorted(tiny_tokenizer.stop_ids)
@@ -167,7 +173,7 @@ def test_incomplete_weights_are_refused(copy):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "qwen3_moe"}, ["model_type", "qwen3_moe", "qwen2", "qwen3", "llama"]),
+        ({"model_type": "qwen3_moe"}, ["model_type", "qwen3_moe", *FAMILIES]),
         ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias", "true", "false"]),
         ({"use_sliding_window": True}, ["use_sliding_window", "true", "false"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
@@ -186,6 +192,22 @@ def test_another_architecture_is_refused(copy, change, words):
     """Other families, mixtures of experts and scaled positions are refused."""
     edit_config(copy, **change)
     refused(copy, "config.json", *words)
+
+
+def test_one_entry_adds_a_family(tmp_path, tiny_tokenizer, monkeypatch):
+    """Its own names are read and written; a record without a family belongs to the first with its options."""
+    names = {"num_hidden_layers": "num_layers", "model.norm.weight": "ln_f.weight"}
+    monkeypatch.setitem(FAMILIES, "other", replace(MISTRAL, model_type="other", names=names))
+    config = tiny_config(**{**TINY["llama"], "family": "other"})
+    params, out = random_params(config), tmp_path / "out"
+    save_hf(params, config, tiny_tokenizer.name, out)
+    fields, (again, loaded) = json.loads((out / "config.json").read_text()), load_hf(out)
+    assert fields["num_layers"] == 2 and "num_hidden_layers" not in fields and fields["model_type"] == "other"
+    assert "ln_f.weight" in load_file(out / "model.safetensors") and again.family == "other"
+    assert_equal_params(loaded, params)
+    assert find_family(replace(config, family="")) == FAMILIES["llama"]
+    edit_config(out)  # deletes the null of sliding_window
+    refused(out, "sliding_window is 4096, accepted: null")
 
 
 def edit_config(directory, **changes) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import LLAMA, QWEN3, by_name, random_params, tiny_config
+from helpers import TINY, by_name, random_params, tiny_config
 from runs import command, final_params, run, small_config
 
 from psearch_jax.assembly import build
@@ -72,10 +72,10 @@ def test_a_merged_kernel_is_w_plus_scale_a_b(pair):
         assert float(added) == pytest.approx(float(np.sum(delta[1] ** 2)), rel=1e-4)
 
 
-@pytest.mark.parametrize("family", [{}, QWEN3, LLAMA], ids=["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", TINY)
 def test_the_live_model_is_the_merged_one(family):
     """The merged weights compute the function that was trained."""
-    config = tiny_config(tied=False, **family)
+    config = tiny_config(tied=False, **TINY[family])
     base, adapters = some_pair(config)
     ids = np.random.default_rng(0).integers(0, 400, (2, 40)).astype(np.int32)
     live = nnx.merge(decoder.graphdef(config, jnp.float32, lora=ADAPTERS), lora.join_adapters(base, adapters))

@@ -11,7 +11,7 @@ import jax
 import pytest
 from programs import ROOT, completed
 
-from psearch_jax.config import from_mapping
+from psearch_jax.config import FAMILIES, from_mapping
 from psearch_jax.planning.plan import bare_sampler, make_plan, model_shape
 from psearch_jax.planning.roofline import lower_bounds
 from psearch_jax.planning.targets import Target, cuda_target, tpu_target
@@ -123,6 +123,15 @@ def test_configs_that_a_run_would_refuse_are_refused(target, section, fields, me
     config = config_file("qwen7b", **(groups if section == "train" else {}) | {section: fields})
     with pytest.raises(UserError, match=message):
         make_plan(config, target, names=())
+
+
+def test_hub_ids_name_the_sizes_of_every_family():
+    for family in FAMILIES.values():
+        for preset, shape in family.presets.items():
+            for prefix in family.hub_prefixes:
+                assert (
+                    model_shape(from_mapping({"model": {"path": f"org/{prefix}{preset}-Instruct".title()}})) is shape
+                )
 
 
 def test_topologies_are_checked():

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from helpers import QWEN3, by_name, extend, random_params, same_bits, started, tiny_config, training_config
+from helpers import TINY, by_name, extend, random_params, same_bits, started, tiny_config, training_config
 
 from psearch_jax.config import DecoderConfig, Lora, MeshSection
 from psearch_jax.models import attention, decoder, lora, ragged
@@ -211,7 +211,7 @@ def main(sizes: str, out: str) -> None:
     config = tiny_config(V, tied=False)
     optimizer = make_optimizer(training_config(S, **LEARNING).learning, 3)
     state = init_state(random_params(config, seed=6), optimizer, mesh)
-    normed = tiny_config(V, tied=False, **QWEN3)
+    normed = tiny_config(V, tied=False, **TINY["qwen3"])
     check_adapters(mesh, normed, optimizer)
     if mesh.size > 1:  # these compare the mesh with one device
         check_kernels(mesh)

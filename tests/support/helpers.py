@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from psearch_jax.config import (
+    FAMILIES,
     Config,
     DecoderConfig,
     LearningSection,
@@ -35,10 +36,10 @@ from psearch_jax.types import Question
 from retrieval.protocol import Passage
 from retrieval.service import RetrievalService
 
-# The settings of a Qwen3 architecture; its heads together are wider than the model.
-QWEN3 = {"head_dim": 16, "qkv_bias": False, "qk_norm": True}
-# Of a Llama 3 architecture, with so few positions of training that some frequencies are scaled.
-LLAMA = {"qkv_bias": False, "rope_factor": 8.0, "rope_positions": 64, "bos_id": 1}
+# Changes of `tiny_config` that give a model of each family. Its heads together are wider than the model, and it has so
+# few positions of training that some frequencies are scaled.
+_UNUSUAL = {"head_dim": 16, "rope_factor": 8.0, "rope_positions": 64, "bos_id": 1}
+TINY = {name: {"family": name, **family.options, **_UNUSUAL} for name, family in FAMILIES.items()}
 
 
 def tiny_config(vocab_rows: int = 416, **changes) -> DecoderConfig:

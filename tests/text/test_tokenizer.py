@@ -244,7 +244,7 @@ def test_a_reply_ends_with_the_stop_token_of_the_template(tiny_tokenizer):
     assert prompt.startswith(f"<|begin_of_text|>Today Date: 26 Jul 2024{header}who? <|eot_id|><|eot_id|>")
     following = llama.decode(llama.next_user_message("again", 50), control=True)
     assert following == f"{header}again<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-    hf.chat_template = LLAMA.replace("<|eot_id|>", "\n")
+    hf.chat_template = LLAMA.replace("<|eot_id|>", "<|end_of_turn|>")  # which the vocabulary lacks
     with pytest.raises(UserError, match="after a reply, accepted: a stop token"):
         _ = Tokenizer(hf, "broken").reply_stop
 
