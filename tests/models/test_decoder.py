@@ -49,7 +49,7 @@ def pair(request, tmp_path_factory):
         rms_norm_eps=1e-6,
         tie_word_embeddings=tied,
         max_position_embeddings=512,
-        use_sliding_window=False,
+        **FAMILIES[family].only,
     )
     model = AutoModelForCausalLM.from_config(shape).eval()
     with torch.no_grad():
