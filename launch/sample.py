@@ -57,6 +57,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval.benchmarks import CLOSED_WORLD
     from psearch_jax.eval.evaluate import FILLS, evaluate, policy_settings, questions_digest
     from psearch_jax.eval.rejection import sample
+    from psearch_jax.rl.own_terms import load_terms
 
     config = policy_flags.config(model)
     in_closed_world = QUESTIONS.value == CLOSED_WORLD
@@ -64,6 +65,7 @@ def main(_: list[str]) -> None:
         config = policy_flags.in_closed_world(config)
     else:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=""))
+    terms = load_terms(config)  # before loading weights
     share = config.data.validation_share
     questions = [] if in_closed_world else without_held_out(open_questions(QUESTIONS.value), share)
     parts = build.from_path(config, model)
@@ -82,7 +84,7 @@ def main(_: list[str]) -> None:
         "questions": questions_digest(questions),
         "sampling": {"samples": SAMPLES.value, "temperature": TEMPERATURE.value, "seed": SEED.value},
         "selection": {"keep": KEEP.value, "min_reward": MIN_REWARD.value},
-        "reward": dataclasses.asdict(with_method(config).reward),
+        "reward": dataclasses.asdict(with_method(config).reward) | {"terms": [term.identity for term in terms]},
     }
 
     roll_out = functools.partial(
@@ -95,7 +97,7 @@ def main(_: list[str]) -> None:
         samples=SAMPLES.value,
     )
     per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
-    reward = build.make_reward(parts.config, parts.tokenizer)
+    reward = build.make_reward(parts.config, parts.tokenizer, terms)
     figures = sample(out, questions, roll_out, reward, KEEP.value, MIN_REWARD.value, settings, per_part)
     if not processes.first():
         return

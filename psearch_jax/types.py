@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -148,22 +148,10 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class RewardParts:
-    """The parts of one trajectory's reward. All but `outcome`, `decomposition` and `evidence` may be negative."""
+    """The terms of one trajectory's reward by name, in the order in which they are written, and their sum."""
 
-    outcome: float
-    format: float
-    decomposition: float
-    search_count: float
-    critical_path: float = 0.0  # relative to the trajectory's group
-    unfinished: float = 0.0  # the penalty of a missing answer
-    evidence: float = 0.0
-    no_search: float = 0.0  # the penalty of an answer without a search
-
-    @property
-    def total(self) -> float:
-        """The reward, from which advantages are computed."""
-        bonuses = self.decomposition + self.search_count + self.critical_path
-        return self.outcome + self.format + bonuses + self.unfinished + self.evidence + self.no_search
+    terms: Mapping[str, float]
+    total: float  # the reward, from which advantages are computed
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ from psearch_jax.data.transcripts import read_trajectories
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.limits import validate
 from psearch_jax.models import lora
-from psearch_jax.rl.compat import CompatReward, check_examples
-from psearch_jax.rl.rewards import PaperReward, Reward
+from psearch_jax.rl.compat import TranscriptParser, check_examples
+from psearch_jax.rl.own_terms import load_terms
+from psearch_jax.rl.rewards import Reward, Term
 from psearch_jax.rollout.boundary import build_tables
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.copy import SamplingCopy
@@ -162,6 +163,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
       retriever: default: the one that the config names.
     """
     check_template(with_method(config))  # before loading weights, which may take minutes
+    terms = load_terms(with_method(config))
     parts = engine(config, training=True, retriever=retriever)
     user_config, config = config, parts.config
     log.info(parts.describe())
@@ -207,14 +209,14 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
-    contents = _describe_inputs(config, parts, loader.fingerprint, evaluation, teacher_path)
+    contents = _describe_inputs(config, parts, loader.fingerprint, evaluation, teacher_path, terms)
     return Run(
         config=config,
         collector=parts.collector,
         learner=learner,
         loader=loader,
         evaluation=evaluation,
-        reward=make_reward(config, parts.tokenizer),
+        reward=make_reward(config, parts.tokenizer, terms),
         stream=parts.collector.stream(config.rollout.samples, config.seed),
         abstract=attach_shardings(abstract, state_shardings(abstract, mesh)),
         initial_state=initial_state,
@@ -231,7 +233,7 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
 
 
 def _describe_inputs(
-    config: Config, parts: Engine, questions: str, evaluation: Sequence[Question], teacher: str
+    config: Config, parts: Engine, questions: str, evaluation: Sequence[Question], teacher: str, terms: Sequence[Term]
 ) -> dict[str, tuple[str, str]]:
     """For each field with `Resume.SAME_CONTENT`, the path it names and a fingerprint of the content."""
     data, index, corpus = config.data, config.retrieval.index, config.retrieval.corpus
@@ -244,6 +246,7 @@ def _describe_inputs(
         "retrieval.index": (index, settings.hash_files(index, ("**/manifest.json",)) if index else ""),
         "retrieval.corpus": (corpus, settings.hash_files(corpus) if corpus else ""),
         "train.scripted": (scripted, settings.hash_files(scripted) if scripted else ""),
+        "reward.terms": (config.reward.terms, settings.hash_texts(*(term.identity for term in terms))),
         "learning.teacher": (teacher, settings.hash_files(teacher, settings.WEIGHTS) if teacher else ""),
     }
 
@@ -312,9 +315,9 @@ def check_template(config: Config) -> None:
         check_examples(load_template(name), config.reward, f"config.data.template={name}")
 
 
-def make_reward(config: Config, tokenizer: Tokenizer) -> Reward:
-    """The reward that `config.reward.profile` names."""
+def make_reward(config: Config, tokenizer: Tokenizer, terms: Sequence[Term]) -> Reward:
+    """The reward that `config.reward.profile` names, with the terms of `load_terms`."""
     section = config.reward
     if section.profile == "paper":
-        return PaperReward(section)
-    return CompatReward(section, tokenizer, config.data.prompts_in_rows)
+        return Reward(section, further=terms)
+    return Reward(section, TranscriptParser(tokenizer, config.data.prompts_in_rows), terms)

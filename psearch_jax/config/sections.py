@@ -228,6 +228,12 @@ class RewardSection:
         "as far as they were shown; without triples, this if an answer is in them.",
         at_least=0,
     )
+    terms: str = same_content(
+        "",
+        "Further terms, separated by commas. `FILE.py:FUNCTION=WEIGHT` or `MODULE:FUNCTION=WEIGHT`: your own function "
+        "of a trajectory; `answer_recall=WEIGHT`: 1 if an answer is in the passages of a rollout's searches, as far "
+        "as they were shown; `f1=WEIGHT`: F1 of its answer. Every `method` keeps them.",
+    )
     gated: bool = setting(
         False, "Multiplies `decomposition` and `search_count` by the outcome, and by 0 if no search was run."
     )
@@ -255,7 +261,7 @@ class LearningSection:
         "loss", "`loss`: the KL is a term of the loss; `reward`: it is subtracted from each token's reward (PPO only)."
     )
     kl_to: Literal["all", "wrong"] = setting(
-        "all", "Rollouts with a KL term. `wrong`: only those whose outcome part of the reward is below 1 (DGPO)."
+        "all", "Rollouts with a KL term. `wrong`: only those whose outcome term of the reward is below 1 (DGPO)."
     )
     teacher: str = same_content(
         "",

@@ -198,7 +198,7 @@ def weights_digest(params: nnx.State) -> str:
 def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int) -> dict[str, Any]:
     """One trajectory as it is written to disk: JSON-serialisable, without clock times.
 
-    `ids`, `mask` (1: sampled) and `logprobs` have the same length. `reward` has its parts and their `total`, or
+    `ids`, `mask` (1: sampled) and `logprobs` have the same length. `reward` has its terms and their `total`, or
     is empty if `reward` is None. `source`, `question` and `golden_answers` are for human readers.
     """
     t, question = trajectory, trajectory.question
@@ -212,7 +212,7 @@ def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int
         "step": step,
         "status": t.status,
         **({"scripted": True} if t.scripted else {}),
-        "reward": asdict(reward) | {"total": reward.total} if reward else {},
+        "reward": {**reward.terms, "total": reward.total} if reward else {},
         "turns": [turn_row(turn) for turn in t.turns],
         "ids": np.asarray(t.ids).tolist(),
         "mask": np.asarray(t.mask).astype(int).tolist(),

@@ -93,6 +93,6 @@ def add_up(name: str, pairs: Sequence[Scored]) -> dict[str, float]:
     return {
         name: len(pairs),
         f"{name}_reward": sum(r.total for _, r in pairs),
-        f"{name}_outcome": sum(r.outcome for _, r in pairs),
+        f"{name}_outcome": sum(r.terms["outcome"] for _, r in pairs),
         f"{name}_split": sum(t.decomposed for t, _ in pairs),
     }

@@ -23,6 +23,7 @@ from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.limits import validate
 from psearch_jax.planning.plan import Plan, make_plan, model_shape
 from psearch_jax.planning.targets import Target
+from psearch_jax.rl.own_terms import load_terms
 from psearch_jax.rl.rewards import never_pays_for_splitting
 from psearch_jax.runtime.accelerators import GIB, Chip, chip_of
 from psearch_jax.runtime.memory import available_memory
@@ -122,6 +123,7 @@ def check_settings(config: Config) -> str:
     missing = missing_inputs(config)
     if missing:
         raise UserError(format_items("this run needs:", missing))
+    load_terms(config)
     return f"{config.method}, {config.train.steps} steps of {config.train.prompts * config.rollout.samples} rollouts"
 
 

@@ -1,20 +1,19 @@
 """The reward of the public PyTorch implementation on rendered transcripts, including its quirks.
 
 It parses prompt and response as one text and assumes that the prompt shows two example searches and one example
-answer. Use it to reproduce published numbers; `rl.rewards.paper_reward` is the rule without the quirks.
+answer. Use it to reproduce published numbers; `rl.rewards.parse_actions` is without the quirks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from psearch_jax.config import FAMILIES, RewardSection
-from psearch_jax.rl.rewards import count_part, decomposition_part, format_part, with_shared_parts
+from psearch_jax.rl.rewards import Parsed
 from psearch_jax.text.answers import exact_match
 from psearch_jax.text.tags import SEARCH_OPEN, SEPARATOR, TAG
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import Kind, RewardParts, Trajectory, UserError
+from psearch_jax.types import Trajectory, UserError
 
 PROMPT_SEARCHES = 2  # assumed number of searches in the prompt's own examples
 _CHATS = {chat for family in FAMILIES.values() for chat in family.chats}
@@ -31,8 +30,8 @@ _THINK = _block("think")
 _VALID = re.compile(rf"{_THINK}(?:{_block('search')}{_block('information')}{_THINK})*{_block('answer')}\s*", re.DOTALL)
 
 
-def compat_score(prompt: str, response: str, golds: tuple[str, ...], kind: Kind, reward: RewardSection) -> RewardParts:
-    """The four parts of the public score.
+def parse_transcript(prompt: str, response: str, trajectory: Trajectory) -> Parsed:
+    """A rollout as the public score parses its prompt and response; only the question is read of `trajectory`.
 
     Its quirks:
       The answer is the last of at least two answer pairs in prompt + response. If the response has none and the
@@ -44,46 +43,41 @@ def compat_score(prompt: str, response: str, golds: tuple[str, ...], kind: Kind,
     text = prompt + response
     answers = _ANSWER.findall(text)
     answer = answers[-1].strip() if len(answers) >= 2 else None
-    right = exact_match(answer, golds)
     searches = _SEARCH.findall(text)
     decomposed = len(searches) > PROMPT_SEARCHES and SEPARATOR in searches[PROMPT_SEARCHES]
-    return RewardParts(
-        outcome=float(right),
-        format=format_part(right, answer is not None, valid_transcript(text), reward),
-        decomposition=decomposition_part(kind, decomposed, reward.decomposition),
-        search_count=count_part(kind, text.count(SEARCH_OPEN) - PROMPT_SEARCHES, reward.search_count),
+    return Parsed(
+        trajectory,
+        worth=float(exact_match(answer, trajectory.question.answers)),
+        answered=answer is not None,
+        well_formed=valid_transcript(text),
+        decomposed=decomposed,
+        searches=text.count(SEARCH_OPEN) - PROMPT_SEARCHES,
     )
 
 
-class CompatReward:
-    """`compat_score` of rollouts.
+class TranscriptParser:
+    """`parse_transcript` of rollouts.
 
     The prompt is read with control tokens as text, because the grammar starts after the assistant marker; the reply,
     which is sampled text and observations, without them, because nothing may follow the answer.
 
     Args:
-      section: the weight of each part.
       check_prompts: check the prompt of every rollout by `check_examples`, where prompts differ between questions.
     """
 
-    def __init__(self, section: RewardSection, tokenizer: Tokenizer, check_prompts: bool):
-        self._section, self._tokenizer, self._check_prompts = section, tokenizer, check_prompts
+    def __init__(self, tokenizer: Tokenizer, check_prompts: bool):
+        self._tokenizer, self._check_prompts = tokenizer, check_prompts
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> list[RewardParts]:
-        parts = [self._score(t) for t in trajectories]
-        return with_shared_parts(parts, trajectories, self._section)
-
-    def _score(self, trajectory: Trajectory) -> RewardParts:
+    def __call__(self, trajectory: Trajectory, reward: RewardSection) -> Parsed:
         question, ids, start = trajectory.question, trajectory.ids, trajectory.prompt_length
         prompt = self._tokenizer.decode(ids[:start], control=True)
         if self._check_prompts:
-            check_examples(prompt, self._section, f"the prompt of question {question.source} {question.id}")
-        response = self._tokenizer.decode(ids[start:])
-        return compat_score(prompt, response, question.answers, question.kind, self._section)
+            check_examples(prompt, reward, f"the prompt of question {question.source} {question.id}")
+        return parse_transcript(prompt, self._tokenizer.decode(ids[start:]), trajectory)
 
 
 def check_examples(prompt: str, reward: RewardSection, name: str) -> None:
-    """Refuses a prompt whose examples are not those that `compat_score` assumes.
+    """Refuses a prompt whose examples are not those that `parse_transcript` assumes.
 
     Args:
       prompt: the text of a prompt or a template.

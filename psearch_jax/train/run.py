@@ -13,7 +13,6 @@ from flax import nnx
 
 from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.data.loader import QuestionLoader
-from psearch_jax.rl.rewards import Reward
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.stream import RolloutStream
@@ -23,7 +22,7 @@ from psearch_jax.train.learner import Learner
 from psearch_jax.train.replay import Recording
 from psearch_jax.train.state import TrainState
 from psearch_jax.train.trainable import Trainable
-from psearch_jax.types import Question, Trajectory
+from psearch_jax.types import Question, RewardParts, Trajectory
 
 
 @dataclass
@@ -35,7 +34,7 @@ class Run:
     learner: Learner
     loader: QuestionLoader
     evaluation: Sequence[Question]
-    reward: Reward
+    reward: Callable[[Sequence[Trajectory]], list[RewardParts]]
     stream: RolloutStream  # the rollouts of training
     abstract: TrainState  # the state as ShapeDtypeStructs with shardings
     initial_state: Callable[[], TrainState] | None  # makes the state of step 0 from weights that it holds

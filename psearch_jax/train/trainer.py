@@ -239,7 +239,7 @@ def _reference_logprobs(
     """[N, S] float32; with `kl_to=wrong`, rows with a right outcome are not scored and have NO_KL everywhere."""
     if run.config.learning.kl_to == "all":
         return run.learner.reference_score(run.reference, batch, check_stop)
-    wrong = np.flatnonzero([parts.outcome < 1 for parts in rewards])
+    wrong = np.flatnonzero([parts.terms["outcome"] < 1 for parts in rewards])
     out = np.full(batch.ids.shape, NO_KL, np.float32)
     out[wrong] = run.learner.reference_score(run.reference, select_rows(batch, wrong), check_stop)
     return out

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from programs import ROOT, completed
-from runs import command, run
+from runs import command, metrics_without_clocks, run
 
 from psearch_jax.config import from_mapping
 from psearch_jax.limits import validate
@@ -68,18 +68,23 @@ def test_the_config_file_of_the_page_is_valid(tmp_path):
 
 @pytest.mark.slow
 def test_an_own_reward_and_prompt_are_used_and_recorded(tmp_path, data, wordy_policy, tiny_tokenizer):
+    """The term is part of the reward that is learned from and logged, and a resume with an edited file is refused."""
     text = (ROOT / "examples" / "custom_reward.py").read_text(encoding="utf-8")
-    for name, values in {"first.py": "7.0, -1", "second.py": "0.5, 3"}.items():
-        changed = text.replace("PENALTY_PER_WORD, FREE_WORDS = 0.01, 5", f"PENALTY_PER_WORD, FREE_WORDS = {values}")
-        assert changed != text
-        (tmp_path / name).write_text(changed)
-    workdir, fields = tmp_path / "run", {"retrieval.corpus": data / "corpus.jsonl"}
-    run(example(tmp_path / "first.py", workdir, wordy_policy, data, **fields))
-    rows = trajectories(workdir)
+    (tmp_path / "mine.py").write_text(text.replace("FREE_WORDS = 5", "FREE_WORDS = -700"))  # at least 7 for any answer
+    fields = {"retrieval.corpus": data / "corpus.jsonl"}
+    fields["reward.terms"] = f"{tmp_path}/mine.py:short_answers=1.0,f1=0.5"
+    train = example("launch/train.py", tmp_path / "run", wordy_policy, data, **fields)
+    run(train)
+    rows = trajectories(tmp_path / "run")
     assert len(rows) == 8 and all("librarian" in tiny_tokenizer.hf.decode(row["ids"]) for row in rows)
-    assert all(row["reward"]["format"] <= -6.9 for row in rows)  # at least 7 for any answer, as FREE_WORDS is -1
-    refused = completed(example(tmp_path / "second.py", workdir, wordy_policy, data, **fields))
-    assert refused.returncode == 2 and "reward.own" in refused.stderr, refused.stderr[-2000:]
+    assert all(row["reward"]["short_answers"] <= -7 and row["reward"]["total"] < -5 for row in rows)
+    (metrics,) = metrics_without_clocks(tmp_path / "run")
+    logged = [value for name, value in metrics.items() if name.endswith("/short_answers") and value is not None]
+    assert logged and max(logged) <= -7 and metrics["reward"] < -5
+    (tmp_path / "mine.py").write_text(text)
+    refused = completed(train)
+    assert refused.returncode == 2 and "reward.terms" in refused.stderr, refused.stderr[-2000:]
+    assert "has other contents" in refused.stderr
 
 
 @pytest.mark.slow

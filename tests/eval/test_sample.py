@@ -20,7 +20,7 @@ QUESTION = Question("s", "1", "Who?", ("Ada",), "parallel")
 def scored(sample, reward, text="<answer>", length=4, well_formed=True):
     turn = Turn(text, "answer", well_formed, answer="Ada", n_sampled=2)
     ids = np.zeros(length, np.int32)
-    return Trajectory(QUESTION, sample, "answered", (turn,), ids, ids > 0, ids * 1.0, 1), RewardParts(reward, 0, 0, 0)
+    return Trajectory(QUESTION, sample, "answered", (turn,), ids, ids > 0, ids * 1.0, 1), RewardParts({}, reward)
 
 
 def test_the_best_are_kept_once_each():
@@ -39,8 +39,10 @@ def test_the_best_are_kept_once_each():
 
 def command(out: Path, *more: str) -> list[str]:
     flags = ["--model=toy", "--config=configs/smoke.py", "--questions=closed_world", "--samples=4"]
-    rollout = ["--config.rollout.slots=16", "--config.rollout.num_buckets=1"]
-    return ["launch/sample.py", *flags, *rollout, f"--out={out}", *more]
+    fields = {"rollout.slots": 16, "rollout.num_buckets": 1}
+    fields["reward.terms"] = "examples/custom_reward.py:short_answers=1.0,f1=0.5"
+    fields = [f"--config.{name}={value}" for name, value in fields.items()]
+    return ["launch/sample.py", *flags, *fields, f"--out={out}", *more]
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +54,16 @@ def sampled(tmp_path_factory):
 
 
 def test_rows_are_rollouts_with_their_reward(sampled):
-    """One rollout per question is kept, with its reward, and the counts are printed."""
+    """One rollout per question is kept, with its reward and the user's terms, and the counts are printed."""
     out, printed = sampled
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert 8 < len(rows) <= 64 and f"{len(rows)} kept, of {len(rows)} questions" in printed
     assert "256 rollouts of 64 questions" in printed
     assert all(row["reward"]["total"] >= 1 and row["status"] == "answered" for row in rows)
     assert len({row["question_id"] for row in rows}) == len(rows)
+    for reward in (row["reward"] for row in rows):
+        assert reward["short_answers"] == 0 and (reward["f1"] == 0.5) == (reward["outcome"] == 1)
+        assert sum(reward.values()) == pytest.approx(2 * reward["total"])
     refused = completed([sys.executable, *command(out, "--count=64")])
     assert refused.returncode == 2 and "exists already" in refused.stderr
 

@@ -107,7 +107,7 @@ def test_only_adapters_are_trained(tiny_policy):
     """State and updates cover adapters only; the base stays as it is and is the reference."""
     parts = build.training_run(small_config(tiny_policy, **fields(**{"learning.learning_rate": 1e-2})))
     parts.reward = lambda rollouts: [  # every group has a signal
-        RewardParts(float(t.sample % 2), 0.0, 0.0, 0.0) for t in rollouts
+        RewardParts({}, float(t.sample % 2)) for t in rollouts
     ]
     parts.begin()
     shapes = [x.shape for x in jax.tree.leaves(parts.state.params)]

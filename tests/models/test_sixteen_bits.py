@@ -43,7 +43,7 @@ def test_a_run_in_sixteen_bits(dtype, sampled, bound, tiny_policy, tmp_path, mon
     monkeypatch.setattr(trainer, "compile_all", lambda _: None)
     fields = {**BRIEF, "model.dtype": dtype, "model.sampling_dtype": sampled}
     run = build.training_run(small_config(tiny_policy, **fields))
-    run.reward = lambda rollouts: [RewardParts(float(t.ids.sum() % 2), 0.0, 0.0, 0.0) for t in rollouts]
+    run.reward = lambda rollouts: [RewardParts({}, float(t.ids.sum() % 2)) for t in rollouts]
     run.begin()
     assert {x.dtype.name for x in jax.tree.leaves(run.state.params)} == {"float32"}
     summary = trainer.train(run, tmp_path)

@@ -16,7 +16,7 @@ from programs import ROOT
 from psearch_jax.config import DecoderConfig, LearningSection, RewardSection
 from psearch_jax.rl.advantages import group_advantages
 from psearch_jax.rl.batch import make_batch
-from psearch_jax.rl.rewards import paper_reward
+from psearch_jax.rl.rewards import Reward
 from psearch_jax.text.tags import parse_turn
 from psearch_jax.train.state import init_state, make_optimizer
 from psearch_jax.types import Question, TrainBatch, Trajectory, Turn
@@ -131,9 +131,9 @@ def test_turns_and_rewards_agree(reference):
         parsed = [(turn.queries, turn.answer, turn.well_formed) for turn in trajectory.turns]
         completed = len(rollout.turns)
         assert parsed[:completed] == [tuple(turn) for turn in rollout.turns], trajectory.turns
-        parts = paper_reward(trajectory, RewardSection())
+        terms = Reward(RewardSection())([trajectory])[0].terms
         expected = reference.reward_parts(rollout)
-        computed = (parts.outcome, parts.format, parts.decomposition, parts.search_count)
+        computed = [terms[name] for name in ("outcome", "format", "decomposition", "search_count")]
         np.testing.assert_allclose(computed, expected, atol=1e-12, err_msg=str(trajectory.turns))
         seen.add((rollout.question.kind, *(round(part, 2) for part in expected)))
     assert {parts[0] for parts in seen} == {"parallel", "sequential", "single"}
@@ -174,7 +174,7 @@ def scored(reference):
     """(learner, parameters, the batch, its arguments for the example): damaged rollouts scored by three policies."""
     rollouts = damaged_rollouts(reference, GROUPS, SAMPLES)
     trajectories = [as_trajectory(reference, rollout, i // SAMPLES, i % SAMPLES) for i, rollout in enumerate(rollouts)]
-    rewards = [paper_reward(trajectory, RewardSection()).total for trajectory in trajectories]
+    rewards = [parts.total for parts in Reward(RewardSection())(trajectories)]
     advantages = group_advantages(rewards, [trajectory.question.id for trajectory in trajectories])
     config = config_of(reference)
     params, base = (random_params(config, seed, scale=0.1) for seed in (1, 2))

@@ -70,7 +70,7 @@ def write_run(directory: Path, tokenizer, steps: int = 4, alarm: int | None = No
         rows = []
         for number in range(6):
             trajectory = rollout(tokenizer, number // 2, number % 2, rng.random() < 0.7, rng.random() < 0.5)
-            rows.append(trajectory_row(trajectory, RewardParts(1.0, 0.0, 0.15, 0.35), step))
+            rows.append(trajectory_row(trajectory, RewardParts({"outcome": 1.0, "short_answers": 0.5}, 1.5), step))
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (directory / "trajectories" / f"{step:06d}.jsonl").write_text(lines)
     writer.close()
@@ -129,6 +129,7 @@ def test_rollouts_are_shown_as_sampled(run, html, tiny_tokenizer):
         ]
     first = score(rollout(tiny_tokenizer, 0, 0, shown[0]["correct"] == "correct", shown[0]["split"] == "split"))
     assert (first.em > 0, first.split) == (shown[0]["correct"] == "correct", shown[0]["split"] == "split")
+    assert shown[0]["reward"] == {"outcome": 1.0, "short_answers": 0.5, "total": 1.5}
     assert "kl_high, 1 steps, first at step 2" in html and "0.500 -&gt; 0.900" not in html and "0.900" in html
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from psearch_jax.assembly import build
 from psearch_jax.config import Config, RewardSection, from_mapping
-from psearch_jax.rl.compat import compat_score, valid_transcript
-from psearch_jax.rl.rewards import PaperReward, paper_reward
+from psearch_jax.rl.compat import parse_transcript, valid_transcript
+from psearch_jax.rl.rewards import Reward
 from psearch_jax.train.rollouts import compute_advantages
 from psearch_jax.types import Question, Trajectory, Turn
 from retrieval.protocol import Passage
@@ -28,6 +28,11 @@ def trajectory(kind, searches, answer, well_formed=True):
     empty = np.zeros(0)
     question = Question("s", "1", "q?", ("Ada Lovelace", "Ada"), kind)
     return Trajectory(question, 0, status, tuple(turns), empty, empty, empty, 0)
+
+
+def paper_reward(rollout, section):
+    """The reward of a rollout that is the only one of its group."""
+    return Reward(section)([rollout])[0]
 
 
 # kind, sub-queries per turn, answer, last turn well formed, (outcome, format, decomposition, search count)
@@ -71,10 +76,15 @@ def test_paper_reward(kind, searches, answer, well_formed, expected):
     """The published rule, case by case."""
     rollout = trajectory(kind, searches, answer, well_formed)
     parts = paper_reward(rollout, WEIGHTS)
-    assert (parts.outcome, parts.format, parts.decomposition, parts.search_count) == pytest.approx(expected)
+    assert (
+        parts.terms["outcome"],
+        parts.terms["format"],
+        parts.terms["decomposition"],
+        parts.terms["search_count"],
+    ) == pytest.approx(expected)
     assert parts.total == pytest.approx(sum(expected))
-    bonuses = parts.decomposition + parts.search_count
-    assert PaperReward(WEIGHTS)([rollout])[0].total == parts.outcome + parts.format + bonuses  # to the bit
+    bonuses = parts.terms["decomposition"] + parts.terms["search_count"]
+    assert parts.total == parts.terms["outcome"] + parts.terms["format"] + bonuses  # to the bit
 
 
 @pytest.mark.parametrize("well_formed", [False, True])
@@ -83,7 +93,7 @@ def test_f1_as_the_outcome_lies_between_wrong_and_right(well_formed):
     answers = ("Alan", "Lovelace Byron King", "Ada Byron", "Ada Lovelace")
     rollouts = [trajectory("parallel", [2], answer, well_formed) for answer in answers]
     parts = [paper_reward(t, RewardSection(outcome="f1")) for t in rollouts]
-    assert [p.outcome for p in parts] == pytest.approx([0, 0.4, 2 / 3, 1])
+    assert [p.terms["outcome"] for p in parts] == pytest.approx([0, 0.4, 2 / 3, 1])
     assert [parts[0], parts[-1]] == [paper_reward(t, WEIGHTS) for t in (rollouts[0], rollouts[-1])]
     totals = [p.total for p in parts]
     assert totals == sorted(totals) and len(set(totals)) == 4
@@ -112,9 +122,9 @@ def test_gated_bonuses_need_a_search_and_the_right_answer(kind, searches, answer
     """Both bonuses are multiplied by the outcome; the price of a sub-query is not."""
     plain = RewardSection(outcome=outcome)
     free, gated = (paper_reward(trajectory(kind, searches, answer), s) for s in (plain, replace(plain, gated=True)))
-    paid = (share * free.decomposition, share * free.search_count)
-    assert (gated.decomposition, gated.search_count) == pytest.approx(paid)
-    assert (gated.outcome, gated.format) == (free.outcome, free.format)
+    paid = (share * free.terms["decomposition"], share * free.terms["search_count"])
+    assert (gated.terms["decomposition"], gated.terms["search_count"]) == pytest.approx(paid)
+    assert (gated.terms["outcome"], gated.terms["format"]) == (free.terms["outcome"], free.terms["format"])
     priced = paper_reward(trajectory(kind, searches, answer), replace(plain, gated=True, sub_query_penalty=0.1))
     assert priced.total == pytest.approx(gated.total - 0.1 * sum(searches))
 
@@ -142,8 +152,8 @@ def test_evidence_counts_if_it_was_shown(shown, metadata, sampled, recall):
     search = replace(t.turns[0], passages=((ADA, ALAN),), shown=(shown,), n_sampled=sampled)
     question = replace(t.question, answers=("1815", "yes"), metadata=metadata)
     rollout = replace(t, question=question, turns=(search, t.turns[1]))
-    (parts,), (free,) = (PaperReward(replace(WEIGHTS, evidence=weight))([rollout]) for weight in (0.5, 0.0))
-    assert parts.evidence == 0.5 * recall and parts.total == pytest.approx(free.total + 0.5 * recall)
+    (parts,), (free,) = (Reward(replace(WEIGHTS, evidence=weight))([rollout]) for weight in (0.5, 0.0))
+    assert parts.terms["evidence"] == 0.5 * recall and parts.total == pytest.approx(free.total + 0.5 * recall)
 
 
 def with_turns(searches, answer="Ada", question="1"):
@@ -166,14 +176,14 @@ def test_a_critical_path_is_rewarded_without_labels():
         with_turns([1] * 9, question="3"),
     ]
     relabelled = [replace(t, question=replace(t.question, kind="parallel")) for t in rollouts]
-    rewards = PaperReward(section)(rollouts)
-    assert all(p.decomposition == p.search_count == 0 for p in rewards)
-    bonuses = [p.critical_path for p in rewards]
+    rewards = Reward(section)(rollouts)
+    assert all(p.terms["decomposition"] == p.terms["search_count"] == 0 for p in rewards)
+    bonuses = [p.terms["critical_path"] for p in rewards]
     np.testing.assert_allclose(bonuses, [0.4 / 3, 0, -0.4 / 3, 0, 0, 0, 0.2, -0.2], atol=1e-12)
     without = [paper_reward(t, section).total for t in rollouts]
     np.testing.assert_allclose([p.total for p in rewards], np.add(bonuses, without))
-    assert PaperReward(section)(relabelled) == rewards
-    assert PaperReward(WEIGHTS)(rollouts) == [paper_reward(t, WEIGHTS) for t in rollouts]
+    assert Reward(section)(relabelled) == rewards
+    assert Reward(WEIGHTS)(rollouts) == [paper_reward(t, WEIGHTS) for t in rollouts]
     advantages = compute_advantages(rollouts, rewards, Config())
     assert advantages[0] > advantages[1] > advantages[2]
 
@@ -190,7 +200,7 @@ def test_penalties_of_no_answer_and_of_no_search(tiny_tokenizer, name, charged):
     for profile in ("paper", "compat"):
         free, paid = (
             build.make_reward(
-                from_mapping({"reward": {"profile": profile, f"{name}_penalty": penalty}}), tiny_tokenizer
+                from_mapping({"reward": {"profile": profile, f"{name}_penalty": penalty}}), tiny_tokenizer, ()
             )(rollouts)
             for penalty in (0.0, 0.3)
         )
@@ -199,6 +209,12 @@ def test_penalties_of_no_answer_and_of_no_search(tiny_tokenizer, name, charged):
 
 
 # --- compat ---
+
+
+def compat_score(prompt, response, golds, kind, weights):
+    empty = np.zeros(0)
+    rollout = Trajectory(Question("s", "1", "q?", tuple(golds), kind), 0, "answered", (), empty, empty, empty, 0)
+    return Reward(weights, lambda t, _: parse_transcript(prompt, response, t))([rollout])[0]
 
 
 def test_compat_reproduces_the_public_scores(shared_data):
@@ -262,16 +278,16 @@ def test_compat_reads_the_prompt_and_the_reply_of_a_rollout(tiny_tokenizer):
     reply = "<think>a</think><search>b ## c</search>" + INFO + "<think>d</think><answer>Ada</answer>"
     prompt, rest = map(tiny_tokenizer.encode_trusted, (PROMPT, reply + "<|im_end|>"))
     t = replace(trajectory("parallel", [2], "Ada"), ids=np.array(prompt + rest, np.int32), prompt_length=len(prompt))
-    parts = build.make_reward(from_mapping({"reward": {"profile": "compat"}}), tiny_tokenizer)([t])[0]
-    assert (parts.outcome, parts.format) == (1, 0)
-    assert (parts.decomposition, parts.search_count) == pytest.approx((0.45, 0.35))
+    parts = build.make_reward(from_mapping({"reward": {"profile": "compat"}}), tiny_tokenizer, ())([t])[0]
+    assert (parts.terms["outcome"], parts.terms["format"]) == (1, 0)
+    assert (parts.terms["decomposition"], parts.terms["search_count"]) == pytest.approx((0.45, 0.35))
 
 
 def test_a_rollout_that_is_not_finite_changes_no_advantage_of_a_step():
     """It gets 0 and does not count towards the baseline of its question."""
     others, broken = [with_turns([1]), with_turns([1], "Bob")], replace(with_turns([], None), status="not_finite")
     advantages = [
-        compute_advantages(rollouts, PaperReward(WEIGHTS)(rollouts), Config()).tolist()
+        compute_advantages(rollouts, Reward(WEIGHTS)(rollouts), Config()).tolist()
         for rollouts in (others, [*others, broken])
     ]
     assert advantages[1] == [*advantages[0], 0.0] and advantages[0][0] > 0

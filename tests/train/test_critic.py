@@ -102,7 +102,7 @@ def test_it_starts_with_the_policys_weights_and_learns(lora):
 
 def by_length(trajectories):
     """A reward that differs between questions; a random policy earns no other."""
-    return [RewardParts(float(len(t.question.text) % 7), 0, 0, 0) for t in trajectories]
+    return [RewardParts({}, float(len(t.question.text) % 7)) for t in trajectories]
 
 
 def ppo_config(tiny_policy: Path, **fields):

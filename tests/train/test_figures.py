@@ -27,10 +27,10 @@ def test_rollout_metrics_by_hand():
         rollout("sequential", "Ada", ("a",), logprob=-0.3),
         rollout("sequential", "Alan"),
     ]
-    rewards = [RewardParts(float(i), 0, 0, 0) for i in range(4)]
+    rewards = [RewardParts({"outcome": i, "own": 2 * i}, 3.0 * i) for i in range(4)]
     metrics = figures.rollout_metrics(rollouts, rewards, np.array([1.0, -1.0, 0.0, 0.0]), 2)
     expected = {"em/parallel": 0.5, "split/parallel": 0.5, "split/sequential": 0, "searches/sequential": 0.5}
     expected |= {"turns/parallel": 2, "turns/sequential": 1.5, "searched_0": 0.25, "searched_1": 0.75}
     expected |= {"wrong_though_seen": 0.5, "logprob_of_correct": -0.4, "groups_without_signal": 0.5}
-    expected |= {"reward/parallel/split/outcome": 0, "reward/parallel/not_split/outcome": 1}
+    expected |= {"reward/parallel/split/outcome": 0, "reward/parallel/not_split/own": 2}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)

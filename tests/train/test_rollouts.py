@@ -22,9 +22,7 @@ def loud(question: Question) -> bool:
 
 def build_run(tiny_policy, **fields) -> trainer.Run:
     parts = build.training_run(small_config(tiny_policy, **fields))
-    parts.reward = lambda rollouts: [
-        RewardParts(float(loud(t.question) and t.sample % 2), 0.0, 0.0, 0.0) for t in rollouts
-    ]
+    parts.reward = lambda rollouts: [RewardParts({}, float(loud(t.question) and t.sample % 2)) for t in rollouts]
     return parts
 
 

@@ -15,7 +15,7 @@ def begin_run(policy, reward=None, **fields):
     """A run before its first step; `reward`: a function from a trajectory to its outcome."""
     run = build.training_run(small_config(policy, **fields))
     if reward is not None:
-        run.reward = lambda rollouts: [RewardParts(float(reward(t)), 0.0, 0.0, 0.0) for t in rollouts]
+        run.reward = lambda rollouts: [RewardParts({"outcome": reward(t)}, float(reward(t))) for t in rollouts]
     run.begin()
     return run
 

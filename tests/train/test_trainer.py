@@ -108,7 +108,7 @@ def test_a_run_stops_after_updates_that_are_not_finite(tiny_policy, tmp_path, mo
     monkeypatch.setattr(alarms, "MAX_NONFINITE_UPDATES", 1)
     parts = build.training_run(small_config(tiny_policy, **fields))
     rewards, poisoned = parts.reward, iter([np.nan] * 4 + [0.0] * 1000)  # of 8 rollouts, in mini-batches of 4
-    parts.reward = lambda ts: [replace(parts, outcome=next(poisoned)) for parts in rewards(ts)]
+    parts.reward = lambda ts: [replace(parts, total=next(poisoned)) for parts in rewards(ts)]
     with pytest.raises(UserError, match="step 0: loss or gradient was not finite in 1 updates in a row"):
         trainer.train(parts, tmp_path)
     (row,) = metrics_without_clocks(tmp_path)

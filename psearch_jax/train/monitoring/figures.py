@@ -59,7 +59,7 @@ def rollout_metrics(
     advantages: np.ndarray,
     samples: int,
 ) -> dict[str, float]:
-    """Behaviour by question kind, reward parts by (kind, split or not), format, end status and group signal.
+    """Behaviour by question kind, reward terms by (kind, split or not), format, end status and group signal.
 
     Args:
       trajectories, rewards: N of each.
@@ -68,7 +68,6 @@ def rollout_metrics(
     """
     out: dict[str, float] = {}
     n = len(trajectories)
-    parts = RewardParts.__dataclass_fields__
     right = [exact_match(t.answer, t.question.answers) for t in trajectories]
     for kind in KINDS:
         rows = [i for i in range(n) if trajectories[i].question.kind == kind]
@@ -80,7 +79,8 @@ def rollout_metrics(
         out[f"turns/{kind}"] = mean(trajectories[i].model_calls for i in rows)
         for name, split in (("split", True), ("not_split", False)):
             chosen = [i for i in rows if trajectories[i].decomposed == split]
-            out |= {f"reward/{kind}/{name}/{part}": mean(getattr(rewards[i], part) for i in chosen) for part in parts}
+            for term in rewards[rows[0]].terms:
+                out[f"reward/{kind}/{name}/{term}"] = mean(rewards[i].terms[term] for i in chosen)
     counts = [len(t.executed) for t in trajectories]
     out |= {f"searched_{n}": mean(count == n for count in counts) for n in range(4)}
     out["searched_4_or_more"] = mean(count >= 4 for count in counts)

@@ -1,0 +1,97 @@
+"""The terms that `reward.terms` adds to the reward: functions of a user's file or module, and `OPTIONAL` ones."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import numpy as np
+
+from psearch_jax.config import Config
+from psearch_jax.rl.rewards import TERMS, Parsed, Term, answer_recall
+from psearch_jax.runtime import processes
+from psearch_jax.runtime.paths import on_disk
+from psearch_jax.text.answers import f1
+from psearch_jax.types import Trajectory, UserError, first_line
+
+OPTIONAL = {"answer_recall": answer_recall, "f1": lambda t: f1(t.answer, t.question.answers)}
+_ACCEPTED = f"FILE.py:FUNCTION=WEIGHT, MODULE:FUNCTION=WEIGHT, {'=WEIGHT, '.join(OPTIONAL)}=WEIGHT"
+_RESERVED = {*(term.name for term in TERMS), "total"}
+_SPEC = re.compile(r"(?:(.+):)?([^\W\d]\w*)=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
+
+
+def load_terms(config: Config) -> list[Term]:
+    """The terms that `config.reward.terms` names, in order. Runs the code of the files and modules.
+
+    Raises:
+      UserError: the field cannot be parsed, a file cannot be loaded, or two terms have the same name.
+    """
+    terms: list[Term] = []
+    load = functools.cache(_load)  # a file with two functions is run once
+    for spec in config.reward.terms.split(",") if config.reward.terms else ():
+        field, match = f"config.reward.terms={spec}", _SPEC.fullmatch(spec.strip())
+        if not match or not (match[1] or match[2] in OPTIONAL):
+            raise UserError(f"{field}: accepted: {_ACCEPTED}")
+        source, name, weight = match[1], match[2], float(match[3])
+        if name in (*_RESERVED, *(OPTIONAL if source else ()), *(term.name for term in terms)):
+            raise UserError(f"{field}: another term is named {name!r}, accepted: a function with a name of its own")
+        module, digest = load(source) if source else (None, "")
+        function = getattr(module, name, None) if source else OPTIONAL[name]
+        if not inspect.isfunction(function):
+            raise UserError(f"{field}: {source} has no function {name!r}, accepted: one that takes a trajectory")
+        terms.append(Term(name, _weighted(function, weight, field), True, identity=f"{name}={weight} {digest}"))
+    return terms
+
+
+def _load(source: str) -> tuple[ModuleType, str]:
+    """The module, and the SHA-256 of its file. Of a file, exactly the bytes that are hashed are run."""
+    try:
+        if not source.endswith(".py"):
+            module = importlib.import_module(source)
+            content = Path(str(module.__file__)).read_bytes()
+        else:
+            content = on_disk(source, "config.reward.terms").read_bytes()
+            module = sys.modules[source] = ModuleType(source)  # where dataclasses look their module up
+            module.__file__ = source
+            exec(compile(content, source, "exec"), vars(module))
+    except Exception as error:
+        where = f"config.reward.terms: {source}: cannot be loaded in {Path.cwd()}"
+        raise UserError(f"{where}: {_describe(error, source)}") from error
+    return module, hashlib.sha256(content).hexdigest()
+
+
+def _weighted(function: FunctionType, weight: float, field: str) -> Callable[[Sequence[Parsed], object], list[float]]:
+    """`Term.compute` of a function of a trajectory; or of all of them, if its parameter is named `trajectories`.
+
+    The first process calls it, so that all train on the same values if it is not deterministic.
+    """
+    by_group, file = "trajectories" in inspect.signature(function).parameters, function.__code__.co_filename
+
+    def call(rollouts: list[Trajectory]) -> list[float]:
+        try:
+            results = list(function(rollouts)) if by_group and rollouts else [function(t) for t in rollouts]
+            values = weight * np.asarray(results, np.float64)
+        except Exception as error:
+            raise UserError(f"{field}: cannot be computed: {_describe(error, file)}") from error
+        if values.shape != (len(rollouts),):
+            raise UserError(f"{field}: returned values of shape {values.shape}, accepted: {len(rollouts)} numbers")
+        for i in np.flatnonzero(~np.isfinite(values))[:1]:
+            where = f"{field}: for question {rollouts[i].question.id}"
+            raise UserError(f"{where}, the function returned {results[i]!r}, accepted: a finite number")
+        return values.tolist()
+
+    return lambda parsed, _: processes.broadcast(lambda: call([p.trajectory for p in parsed]))
+
+
+def _describe(error: Exception, file: str) -> str:
+    """Type and message of an error, and the line of the file at which it was raised."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{type(error).__name__}: {first_line(error)}" + (f" (line {lines[-1]})" if lines else "")
