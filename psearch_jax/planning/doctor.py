@@ -78,6 +78,7 @@ def _run_checks(config: Config, workdir: str, root: Path) -> Iterator[Finding]:
     yield from run_check("devices", check_devices, root)
     yield from run_check("config", check_settings, config)
     config = with_method(config)
+    yield from run_check("reward", lambda: ", ".join(term.name for term in load_terms(config)))
     yield from run_check("model", check_model, config)
     meshes = list(run_check("mesh", lambda: describe_meshes(*(mesh.shape for mesh in make_meshes(config.mesh)))))
     yield from meshes
@@ -123,7 +124,6 @@ def check_settings(config: Config) -> str:
     missing = missing_inputs(config)
     if missing:
         raise UserError(format_items("this run needs:", missing))
-    load_terms(config)
     return f"{config.method}, {config.train.steps} steps of {config.train.prompts * config.rollout.samples} rollouts"
 
 

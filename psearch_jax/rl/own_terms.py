@@ -24,7 +24,6 @@ from psearch_jax.types import Trajectory, UserError, first_line
 
 OPTIONAL = {"answer_recall": answer_recall, "f1": lambda t: f1(t.answer, t.question.answers)}
 _ACCEPTED = f"FILE.py:FUNCTION=WEIGHT, MODULE:FUNCTION=WEIGHT, {'=WEIGHT, '.join(OPTIONAL)}=WEIGHT"
-_RESERVED = {*(term.name for term in TERMS), "total"}
 _SPEC = re.compile(r"(?:(.+):)?([^\W\d]\w*)=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
 
@@ -41,7 +40,7 @@ def load_terms(config: Config) -> list[Term]:
         if not match or not (match[1] or match[2] in OPTIONAL):
             raise UserError(f"{field}: accepted: {_ACCEPTED}")
         source, name, weight = match[1], match[2], float(match[3])
-        if name in (*_RESERVED, *(OPTIONAL if source else ()), *(term.name for term in terms)):
+        if name in {"total", *(term.name for term in (*TERMS, *terms)), *(OPTIONAL if source else ())}:
             raise UserError(f"{field}: another term is named {name!r}, accepted: a function with a name of its own")
         module, digest = load(source) if source else (None, "")
         function = getattr(module, name, None) if source else OPTIONAL[name]
@@ -84,8 +83,8 @@ def _weighted(function: FunctionType, weight: float, field: str) -> Callable[[Se
         if values.shape != (len(rollouts),):
             raise UserError(f"{field}: returned values of shape {values.shape}, accepted: {len(rollouts)} numbers")
         for i in np.flatnonzero(~np.isfinite(values))[:1]:
-            where = f"{field}: for question {rollouts[i].question.id}"
-            raise UserError(f"{where}, the function returned {results[i]!r}, accepted: a finite number")
+            asked = rollouts[i].question.id
+            raise UserError(f"{field}: returned {results[i]!r} for question {asked}, accepted: a finite number")
         return values.tolist()
 
     return lambda parsed, _: processes.broadcast(lambda: call([p.trajectory for p in parsed]))

@@ -89,6 +89,7 @@ def test_a_retriever_that_does_not_answer_is_seen(tmp_path):
         ),
         ({"reward": {"profile": "compat"}}, 48, "prompt", "config.data.template=toy: found 0 times"),
         ({"data": {"template": "row"}}, 48, "prompt", "no prompt found in its row"),
+        ({"reward": {"terms": "no.py:f=1"}}, 48, "reward", "config.reward.terms: no.py: cannot be loaded"),
     ],
 )
 def test_what_training_refuses_is_reported(tmp_path, sections, count, name, words):

@@ -25,13 +25,10 @@ def above_mean(trajectories):
     return [number - sum(numbers) / len(numbers) for number in numbers]
 def broken(trajectory):
     return trajectory.reply
-def text(trajectory): return "much"
 def nothing(trajectory): return None
-def infinite(trajectory): return float("inf")
 def pairs(trajectory): return [1, 2]
 def first(trajectories): return [0.0]
 def total(trajectory): return 0.0
-def evidence(trajectory): return 0.0
 def f1(trajectory): return 0.0
 """
 
@@ -80,13 +77,10 @@ def test_own_terms_are_added_to_the_reward():
         ("own.py:absent=1", ["own.py has no function 'absent'"]),
         ("own.py:Words=1", ["own.py has no function 'Words'"]),
         ("own.py:total=1", ["another term is named 'total'"]),
-        ("own.py:evidence=1", ["another term is named 'evidence'"]),
         ("own.py:f1=1", ["another term is named 'f1'"]),
         ("own.py:words=1,./own.py:words=2", ["./own.py:words=2", "another term is named 'words'"]),
         ("own.py:broken=1", ["own.py:broken=1", "AttributeError", "'reply' (line 11)"]),
-        ("own.py:text=1", ["own.py:text=1", "ValueError", "'much'"]),
-        ("own.py:nothing=1", ["own.py:nothing=1", "question q7", "returned None"]),
-        ("own.py:infinite=1", ["own.py:infinite=1", "question q7", "returned inf"]),
+        ("own.py:nothing=1", ["own.py:nothing=1", "returned None for question q7"]),
         ("own.py:pairs=1", ["own.py:pairs=1", "shape (3, 2), accepted: 3 numbers"]),
         ("own.py:first=1", ["own.py:first=1", "shape (1,), accepted: 3 numbers"]),
     ],

@@ -83,7 +83,7 @@ def test_half_an_address_is_refused(values):
 
 
 MESH = {"mesh.fsdp": 2, "mesh.tensor": 2}
-OVERLAPPED = {"rollout.overlap_search": True, "rollout.search_turns": 1}
+OVERLAPPED = {"rollout.overlap_search": True, "rollout.search_turns": 1, "reward.terms": "f1=0.5"}
 
 
 @pytest.fixture(scope="module")
