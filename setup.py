@@ -17,6 +17,7 @@ EXTRAS = {
     "cuda": ["jax[cuda13]"],  # needs a driver of version 580 or newer
     "cuda12": ["jax[cuda12]"],
     "tpu": ["jax[tpu]"],
+    "mcp": ["mcp>=2"],  # tools of MCP servers
     "gcs": ["gcsfs>=2025.2"],  # for run directories, evaluations, exports and questions at gs://
     # The libraries that `launch/bench.py retrieval` compares with. `rollout`, `update` and `step` compare with torch,
     # which you install yourself, because it may bring gigabytes of CUDA libraries.
@@ -33,6 +34,9 @@ EXTRAS = {
         "import-linter>=2.16",
         "pyright[nodejs]>=1.1.400",  # checks types; with its own Node.js
         "gcsfs>=2025.2",
+        "mcp>=2",
+        "openai>=1.60",  # the clients of the chat API
+        "openai-agents>=0.2",
         "gcp-storage-emulator>=2026",
         "bm25s>=0.2.6",  # the reference for BM25
         "faiss-cpu>=1.9",  # writes the flat index that build_index reads
@@ -111,6 +115,8 @@ setup(
         "scann>=1.4.2",
         "cachetools>=5.3",
         "orjson>=3.10",
+        "jsonschema>=4.20",  # checks the arguments of tools
+        "python-dateutil>=2.9",
         "pydantic>=2.10",  # parses the requests of the servers and describes them
         "tenacity>=9",
         "starlette>=0.40",

@@ -190,7 +190,7 @@ class ScriptedRollouts:
             lambda question: prompts[int(question.id)],
             config.rollout,
             config.retrieval,
-            self._parse_turn,
+            parse_turn=self._parse_turn,
         )
         placed = jax.device_put(params, param_shardings(params, SAMPLING, mesh))
         self._params = SamplingCopy(placed, None, jnp.dtype(dtype), mesh, trained=False)(placed)

@@ -19,7 +19,7 @@ from ml_collections import config_flags
 
 from psearch_jax.runtime import cli
 from psearch_jax.runtime.paths import check_new, make_writable, on_disk, packaged, write_atomically
-from psearch_jax.types import KINDS, UserError
+from psearch_jax.types import KINDS, UserError, pair_calls
 from retrieval.protocol import Passage, in_utf8
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run that the transcripts are for.")
@@ -45,6 +45,7 @@ def main(_: list[str]) -> None:
     from tqdm import tqdm
 
     from psearch_jax.assembly import build
+    from psearch_jax.assembly.tools import make_dialect
     from psearch_jax.config import from_mapping, with_method
     from psearch_jax.data.held_out import without_held_out
     from psearch_jax.data.prepared import open_questions
@@ -52,7 +53,6 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval.tables import table
     from psearch_jax.limits import validate
     from psearch_jax.text.evidence import rounds_of
-    from psearch_jax.text.tags import render_observation
     from psearch_jax.text.tokenizer import Tokenizer
 
     cli.configure_jax()
@@ -72,19 +72,19 @@ def main(_: list[str]) -> None:
     if not section.passages:
         raise UserError("config.retrieval: no passages named, accepted: index, corpus or url")
     tokenizer = Tokenizer.load(packaged(config.model.tokenizer or config.model.path))
-    retriever = build.make_retriever(config, None)
+    dialect, retriever = make_dialect(config, tokenizer), build.make_retriever(config, None)
 
     def search(queries: Sequence[str]) -> list[list[Passage]]:
         return [list(map(in_utf8, ranking)) for ranking in retriever.search(list(queries), section.topk)]
 
     def observe(queries: Sequence[str], rankings: Sequence[Sequence[Passage]]) -> str:
-        return tokenizer.decode(
-            render_observation(queries, rankings, tokenizer.encode_foreign, config.rollout.obs_tokens).ids
-        )
+        return tokenizer.decode(dialect.observe(pair_calls((), queries), rankings).ids)
 
     rng = np.random.default_rng([SEED.value, 0x7EAC])
     search_turns = config.rollout.search_turns
-    writer = TranscriptWriter(search, observe, search_turns, section.max_sub_queries, CORRECTIONS.value)
+    writer = TranscriptWriter(
+        search, observe, dialect.write_calls, search_turns, section.max_sub_queries, CORRECTIONS.value
+    )
     alternation = Alternation(SPLIT.value if section.max_sub_queries > 1 else 0.0, rng)
     rows, left_out = [], 0
     written: Counter[str] = Counter()

@@ -42,6 +42,15 @@ def validate(config: Config, training: bool = True) -> None:
         r.prompt_tokens < r.context_tokens,
         f"rollout: prompt_tokens={r.prompt_tokens} must be below context_tokens={r.context_tokens}",
     )
+    _require(
+        not r.tools or (r.dialect == "tool_calls" and r.search_turns),
+        f"rollout.tools={r.tools}: found with dialect={r.dialect} and search_turns={r.search_turns}, accepted with "
+        "dialect=tool_calls and search_turns of at least 1",
+    )
+    _require(
+        r.dialect == "tags" or config.reward.profile == "paper",
+        "reward.profile=compat parses tags; accepted with rollout.dialect=tool_calls: paper",
+    )
     if training:
         _validate_evaluation(config)
         _validate_reward(config)

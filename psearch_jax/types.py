@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -82,6 +82,22 @@ def digest(questions: Iterable[Question]) -> str:
     return sha256.hexdigest()
 
 
+SEARCH = "search"  # the name of the tool that searches
+
+
+class Call(NamedTuple):
+    """A call of a tool, by its name: a query of the search, or a JSON object with the arguments of another tool."""
+
+    tool: str
+    text: str
+    number: int = 0  # of this tool's calls in the rollout, when it runs
+
+
+def pair_calls(tools: Sequence[str], queries: Sequence[str]) -> tuple[Call, ...]:
+    """The calls whose tools and texts are given; without tools, all are searches."""
+    return tuple(map(Call, tools or (SEARCH,) * len(queries), queries))
+
+
 @dataclass(frozen=True)
 class Turn:
     """One model call and what the host did with it."""
@@ -89,13 +105,19 @@ class Turn:
     text: str  # the sampled text, including the token that ended the turn
     action: Literal["search", "answer", "none"]  # as parsed from the text
     well_formed: bool  # think, then one search or answer, nothing else
-    queries: tuple[str, ...] = ()  # the executed sub-queries; empty without a search
-    passages: tuple[tuple[Passage, ...], ...] = ()  # one tuple of passages per sub-query, best first
+    queries: tuple[str, ...] = ()  # the executed sub-queries, or texts of calls (`calls`); empty without any
+    passages: tuple[tuple[Passage, ...], ...] = ()  # one tuple of passages or results per sub-query, best first
     answer: str | None = None  # content of the answer tag
     n_sampled: int = 0  # tokens sampled in this turn
     # What the model was shown of `passages`: the last ones of a ranking may be cut or missing, and all of them are if
     # the context was full.
     shown: tuple[tuple[str, ...], ...] = ()
+    tools: tuple[str, ...] = ()  # the tool of each of `queries`; empty if all are searches
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The executed calls: those of the search have its sub-queries."""
+        return pair_calls(self.tools, self.queries)
 
     @property
     def seen(self) -> tuple[tuple[Passage, str], ...]:

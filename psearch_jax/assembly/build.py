@@ -22,6 +22,7 @@ from psearch_jax.assembly.policies import (
 )
 from psearch_jax.assembly.programs import make_sampler
 from psearch_jax.assembly.questions import load_questions, make_world
+from psearch_jax.assembly.tools import describe_tools, make_dialect, make_tools
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import Config, DecoderConfig, Method, with_method
 from psearch_jax.data.loader import QuestionLoader
@@ -45,6 +46,7 @@ from psearch_jax.sharding import (
     make_meshes,
     param_shardings,
 )
+from psearch_jax.text.dialects import Dialect
 from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import checkpoint, settings
@@ -146,13 +148,17 @@ def engine(
     check_run(config, model, mesh if training else None, rollout_mesh, jax.process_count())
     with progress.step("loading the tokenizer"):
         tokenizer = load_tokenizer(config, model, path)
-    tables = build_tables(tokenizer.token_bytes, model.vocab_rows)
+    tools = make_tools(config.rollout)
+    dialect = make_dialect(config, tokenizer, tools)
+    tables = build_tables(tokenizer.token_bytes, model.vocab_rows, dialect.stops)
     sampler = make_sampler(config, model, rollout_mesh, tables, tokenizer.size, sorted(tokenizer.stop_ids))
-    world, render = make_world(config), make_renderer(config, tokenizer)
+    world, render = make_world(config), make_renderer(config, dialect)
     if retriever is None and needs_retriever(config, training):
         with progress.step("opening the passages"):
             retriever = make_retriever(config, world)
-    collector = Collector.of(sampler, tokenizer, retriever, render, config.rollout, config.retrieval)
+    collector = Collector.of(
+        sampler, tokenizer, retriever, render, config.rollout, config.retrieval, dialect=dialect, tools=tools
+    )
     return Engine(config, model, tokenizer, path, mesh, params, collector, world)
 
 
@@ -174,8 +180,8 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
     questions, evaluation = load_questions(config, parts.world)
     evaluation, scripted = [] if recording else evaluation, {}
     if config.train.scripted and not recording:  # a recording has them
-        file, render, limit = config.train.scripted, parts.collector.render, config.retrieval.max_sub_queries
-        scripted = read_trajectories(file, questions, render, parts.tokenizer, config.rollout, limit)
+        file, render, dialect = config.train.scripted, parts.collector.render, parts.collector.dialect
+        scripted = read_trajectories(file, questions, render, dialect, config.rollout)
         log.info("%d training questions have a scripted transcript", len(scripted))
     total_updates = updates_per_step(config) * config.train.steps
     optimizer, base = make_optimizer(learning, total_updates), parts.params if adapters else None
@@ -245,6 +251,7 @@ def _describe_inputs(
         "data.template": (data.template, settings.hash_texts(template)),
         "retrieval.index": (index, settings.hash_files(index, ("**/manifest.json",)) if index else ""),
         "retrieval.corpus": (corpus, settings.hash_files(corpus) if corpus else ""),
+        "rollout.tools": describe_tools(config.rollout, parts.collector.tools),
         "train.scripted": (scripted, settings.hash_files(scripted) if scripted else ""),
         "reward.terms": (config.reward.terms, settings.hash_texts(*(term.identity for term in terms))),
         "learning.teacher": (teacher, settings.hash_files(teacher, settings.WEIGHTS) if teacher else ""),
@@ -288,7 +295,7 @@ def make_retriever(config: Config, world: ClosedWorld | None, retry_deadline_s: 
     return RetrievalService.from_corpus(world.passages)
 
 
-def make_renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], list[int]]:
+def make_renderer(config: Config, dialect: Dialect) -> Callable[[Question], list[int]]:
     """The function from a question to the token ids of its prompt."""
     if config.data.prompts_in_rows:
         if config.method in ("search_r1", "r1"):  # such as the published file's, which ask for several sub-queries
@@ -301,11 +308,11 @@ def make_renderer(config: Config, tokenizer: Tokenizer) -> Callable[[Question], 
                 raise UserError(
                     f"question {question.id}: no prompt found in its row, needed with config.data.template=row"
                 )
-            return render_messages(tokenizer, question.metadata["prompt"])
+            return render_messages(dialect, question.metadata["prompt"])
 
         return render
     template = load_template(config.data.template)
-    return lambda question: render_prompt(tokenizer, template, question.text)
+    return lambda question: render_prompt(dialect, template, question.text)
 
 
 def check_template(config: Config) -> None:

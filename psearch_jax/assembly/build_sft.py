@@ -15,6 +15,7 @@ from psearch_jax.assembly.policies import (
     load_weights,
     with_adapter_shape,
 )
+from psearch_jax.assembly.tools import make_dialect, make_tools
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.transcripts import Row, read_rows
 from psearch_jax.limits import validate
@@ -46,9 +47,10 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
         )
     template = None if config.data.prompts_in_rows else load_template(config.data.template)
     tokenizer = Tokenizer.load(packaged(m.tokenizer) or path)
+    dialect = make_dialect(config, tokenizer, make_tools(config.rollout))
     rows: list[Row] = []
     for file in transcripts.split(","):
-        rows += read_rows(file, tokenizer, template, config.rollout, config.retrieval.max_sub_queries)
+        rows += read_rows(file, dialect, template, config.rollout)
     order = np.random.default_rng([config.seed, 0x5F]).permutation(len(rows))
     held = order[: round(section.validation_share * len(rows))]
     trained = [rows[i] for i in sorted(order[len(held) :])]

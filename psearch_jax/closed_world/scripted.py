@@ -19,6 +19,7 @@ import numpy as np
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED
 from psearch_jax.data.transcripts import Row, TranscriptTurn, encode_transcript
+from psearch_jax.text.dialects import Tags
 from psearch_jax.text.prompts import load_template, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question
@@ -186,7 +187,7 @@ def write_all(
 
     Without a retriever every search returns nothing; for plans that do not search.
     """
-    encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
+    dialect = Tags(tokenizer, OBSERVATION_TOKENS, encode=lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign))
     template = load_template("toy")
     queries = list(dict.fromkeys(text for steps in plans for step in steps[:-1] for text in step.queries))
     rankings = dict(zip(queries, retriever.search(queries, topk), strict=True)) if retriever and queries else {}
@@ -196,6 +197,5 @@ def write_all(
             TranscriptTurn(step.text, step.queries, tuple(tuple(rankings.get(text, ())) for text in step.queries))
             for step in steps
         ]
-        prompt = render_prompt(tokenizer, template, question.text)
-        rows.append(encode_transcript(tokenizer, prompt, turns, OBSERVATION_TOKENS, encode))
+        rows.append(encode_transcript(dialect, render_prompt(dialect, template, question.text), turns))
     return rows

@@ -167,6 +167,20 @@ class RolloutSection:
         "Useful when searching is slow: over HTTP, or in a large index.",
     )
     initial_search: bool = setting(False, "Searches for the question itself before the first sampled token.")
+    dialect: Literal["tags", "tool_calls"] = setting(
+        "tags",
+        "How the policy writes its actions. `tags`: as published; `tool_calls`: as the model's chat template writes "
+        "calls of tools; those of one turn run at once.",
+    )
+    tools: str = same_content(
+        "",
+        "Tools besides the search, separated by commas, with dialect=tool_calls: `calculator`, a function or a `Tool` "
+        "of your own as `FILE.py:NAME` or `module:NAME`, the tools of an MCP server as `mcp:URL` or `mcp:COMMAND`.",
+    )
+    tool_budget: int = setting(
+        0, "Calls of each of these tools in a rollout; further ones fail. 0: any number.", at_least=0
+    )
+    tool_timeout_s: float = free(30.0, "Seconds until the calls of a tool that does not respond fail.", above=0)
 
 
 BEST_FIGURES = ("em", "f1", "decomposition_ratio", "valid_format")

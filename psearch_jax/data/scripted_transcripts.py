@@ -20,8 +20,8 @@ import numpy as np
 from psearch_jax.data.transcripts import TranscriptTurn
 from psearch_jax.text.answers import normalise
 from psearch_jax.text.evidence import Rounds, Triple, is_stated, rounds_of
-from psearch_jax.text.tags import MAX_SUB_QUERIES, SEPARATOR, split_sub_queries
-from psearch_jax.types import KINDS, Question
+from psearch_jax.text.tags import MAX_SUB_QUERIES, SEPARATOR, split_sub_queries, write_calls
+from psearch_jax.types import KINDS, Call, Question, pair_calls
 from retrieval.protocol import Passage
 
 _SEPARATOR = f" {SEPARATOR} "
@@ -45,11 +45,13 @@ class TranscriptWriter:
     Attributes:
       search: queries -> a ranking for each.
       observe: queries and their rankings -> the text that a rollout shows of them.
+      write_calls: searches -> the text of their turn, after its thought.
       correction_share: share of the transcripts that begin with a search for incomplete names, if it finds no fact.
     """
 
     search: Callable[[Sequence[str]], Sequence[Sequence[Passage]]]
     observe: Callable[[Sequence[str], Sequence[Sequence[Passage]]], str]
+    write_calls: Callable[[Sequence[Call]], str] = write_calls
     search_turns: int = 3
     max_sub_queries: int = MAX_SUB_QUERIES
     correction_share: float = 0.0
@@ -101,7 +103,7 @@ class TranscriptWriter:
         return [*turns, TranscriptTurn(last)]
 
     def _search(self, thought: str, queries: tuple[str, ...]) -> TranscriptTurn:
-        text = f"<think>{thought}</think>\n<search>{_SEPARATOR.join(queries)}</search>"
+        text = f"<think>{thought}</think>\n{self.write_calls(pair_calls((), queries))}"
         return TranscriptTurn(text, queries, tuple(map(tuple, self.search(queries))))
 
     def _count_shown(self, turn: TranscriptTurn, facts: Sequence[Triple]) -> int:

@@ -25,10 +25,10 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapt
 
 from psearch_jax.config import RolloutSection
 from psearch_jax.runtime.paths import locate
-from psearch_jax.text import tags
+from psearch_jax.text.dialects import Dialect
 from psearch_jax.text.prompts import render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import Question, Trajectory, Turn, UserError
+from psearch_jax.types import Call, Question, Trajectory, Turn, UserError, pair_calls
 from retrieval.protocol import Passage
 
 Row = tuple[np.ndarray, np.ndarray]  # token ids [S] int32, loss mask [S] bool
@@ -40,59 +40,44 @@ class TranscriptTurn:
     """One reply of the model, and the passages that its search returned."""
 
     text: str
-    queries: tuple[str, ...] = ()  # sub-queries of its search; empty: no search
+    queries: tuple[str, ...] = ()  # sub-queries of its search, or texts of calls; empty: none
     passages: tuple[tuple[Passage, ...], ...] = ()  # one ranking per sub-query
     trained: bool = True  # whether the loss covers it
+    tools: tuple[str, ...] = ()  # as in `Turn`
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return pair_calls(self.tools, self.queries)
 
 
-def encode_transcript(
-    tokenizer: Tokenizer,
-    prompt: Sequence[int],
-    turns: Sequence[TranscriptTurn],
-    obs_tokens: int,
-    encode: Callable[[str], list[int]] | None = None,
-) -> Row:
+def encode_transcript(dialect: Dialect, prompt: Sequence[int], turns: Sequence[TranscriptTurn]) -> Row:
     """The token ids of a trajectory and its loss mask, in the layout of a rollout.
 
-    A search is followed by its observation, an answer by the stop token. Any other reply ends with the stop token and
+    Calls are followed by their observation, an answer by the stop token. Any other reply ends with the stop token and
     is followed by the corrective message. No observation or message follows the last turn.
 
     Args:
       prompt: token ids.
-      obs_tokens: the budget of one observation.
-      encode: text to token ids, never a control token; default: the tokenizer's `encode_reply` for replies, and its
-        `encode_foreign` for observations.
     """
-    encode_reply, encode = encode or tokenizer.encode_reply, encode or tokenizer.encode_foreign
-    stop = [tokenizer.reply_stop]
     ids, mask = list(prompt), [False] * len(prompt)
     for i, turn in enumerate(turns):
-        reply, last = encode_reply(turn.text), i == len(turns) - 1
+        reply, last = dialect.encode_reply(turn.text, bool(turn.calls)), i == len(turns) - 1
         observed: list[int] = []
-        if not turn.queries:
-            reply = reply + stop
-            if not last:
-                observed = tokenizer.next_user_message(tags.CORRECTIVE_MESSAGE.strip(), obs_tokens)
-        elif not last:
-            observed = tags.render_observation(turn.queries, turn.passages, encode, obs_tokens).ids
+        if not last:
+            observed = dialect.observe(turn.calls, turn.passages).ids if turn.calls else dialect.correct(True)
         ids += reply + observed
         mask += [turn.trained] * len(reply) + [False] * len(observed)
     return np.asarray(ids, np.int32), np.asarray(mask, bool)
 
 
-def read_rows(
-    path: str | Path,
-    tokenizer: Tokenizer,
-    template: str | None,
-    rollout: RolloutSection,
-    max_sub_queries: int = tags.MAX_SUB_QUERIES,
-) -> list[Row]:
+def read_rows(path: str | Path, dialect: Dialect, template: str | None, rollout: RolloutSection) -> list[Row]:
     """The rows of a jsonl file, in order.
 
     Args:
       path: rollouts and transcripts, in any order.
+      dialect: of the run.
       template: the prompt template of transcripts; None: each has its own `prompt` (data.template=row).
-      rollout: the observation budget, and the context length that a row must fit into.
+      rollout: the context length that a row must fit into.
 
     Raises:
       UserError: a file that is missing, empty or unreadable; or a row, named by its line, that is neither form, was
@@ -101,10 +86,9 @@ def read_rows(
     rows = []
     for where, value in _read_lines(path):
         if isinstance(value, _Rollout):
-            row = _rollout_row(value, tokenizer, where)
+            row = _rollout_row(value, dialect.tokenizer, where)
         else:
-            prompt = _prompt(value, tokenizer, template, where)
-            row = encode_transcript(tokenizer, prompt, _turns(value, max_sub_queries, where), rollout.obs_tokens)
+            row = encode_transcript(dialect, _prompt(value, dialect, template, where), _turns(value, dialect, where))
         rows.append(_check_row(row, rollout, where))
     if not rows:
         raise UserError(f"{path}: no rows found, accepted: jsonl, each line {_ACCEPTED}")
@@ -115,9 +99,8 @@ def read_trajectories(
     path: str | Path,
     questions: Iterable[Question],
     render: Callable[[Question], list[int]],
-    tokenizer: Tokenizer,
+    dialect: Dialect,
     rollout: RolloutSection,
-    max_sub_queries: int,
 ) -> dict[bytes, Trajectory]:
     """The transcripts of a jsonl file, each as the last rollout of its question's group, by `Question.identity`.
 
@@ -140,14 +123,12 @@ def read_trajectories(
         if before != where:
             raise UserError(f"{where}: the question of {before} found again, accepted: one transcript per question")
     out: dict[bytes, Trajectory] = {}
-    encode = tokenizer.encode_foreign
 
     def parse(turn: TranscriptTurn) -> Turn:
-        action = tags.parse_turn(turn.text, max_sub_queries)
-        n_sampled = len(tokenizer.encode_reply(turn.text)) + (not turn.queries)  # a stop token, unless it searches
-        observation = tags.render_observation(turn.queries, turn.passages, encode, rollout.obs_tokens)
+        action, n_sampled = dialect.parse(turn.text), len(dialect.encode_reply(turn.text, bool(turn.calls)))
+        shown = dialect.observe(turn.calls, turn.passages).shown if turn.calls else ()
         fields = turn.text, action.kind, action.well_formed, turn.queries, turn.passages, action.answer, n_sampled
-        return Turn(*fields, observation.shown)
+        return Turn(*fields, shown, turn.tools)
 
     for question in questions:
         if len(out) == len(transcripts):
@@ -157,14 +138,14 @@ def read_trajectories(
         where, transcript = transcripts[question.source, question.id]
         if transcript.question != question.text:
             raise UserError(f"{where}: field question: {transcript.question!r} found, accepted: {question.text!r}")
-        prompt, turns = render(question), _turns(transcript, max_sub_queries, where)
+        prompt, turns = render(question), _turns(transcript, dialect, where)
         parsed = tuple(map(parse, turns))
         if parsed[-1].action != "answer" or len(parsed) > rollout.search_turns + 1:
             raise UserError(
                 f"{where}: {len(parsed)} turns found, the last with action {parsed[-1].action}, accepted: an answer "
                 f"after at most config.rollout.search_turns={rollout.search_turns} turns"
             )
-        row = encode_transcript(tokenizer, prompt, turns, rollout.obs_tokens)
+        row = encode_transcript(dialect, prompt, turns)
         ids, mask = _check_row(row, rollout, where)
         known = ids, mask, np.zeros(len(ids), np.float32), len(prompt)
         out[question.identity] = Trajectory(question, rollout.samples - 1, "answered", parsed, *known, scripted=True)
@@ -255,24 +236,24 @@ def _parse(line: bytes, where: str) -> _Rollout | _Transcript:
         raise UserError(f"{where}: {field}: {found!r} found: {error['msg']}; accepted: {_ACCEPTED}") from None
 
 
-def _prompt(transcript: _Transcript, tokenizer: Tokenizer, template: str | None, where: str) -> list[int]:
+def _prompt(transcript: _Transcript, dialect: Dialect, template: str | None, where: str) -> list[int]:
     if template is None:
         try:
-            return render_messages(tokenizer, transcript.prompt)
+            return render_messages(dialect, transcript.prompt)
         except UserError as error:
             raise UserError(f"{where}: field {error}") from None
     if not transcript.question.strip():
         raise UserError(f"{where}: field question: {transcript.question!r} found, accepted: a text")
-    return render_prompt(tokenizer, template, transcript.question)
+    return render_prompt(dialect, template, transcript.question)
 
 
-def _turns(transcript: _Transcript, max_sub_queries: int, where: str) -> list[TranscriptTurn]:
+def _turns(transcript: _Transcript, dialect: Dialect, where: str) -> list[TranscriptTurn]:
     turns = []
     for number, turn in enumerate(transcript.turns, 1):
-        place, action = f"{where}: turn {number}", tags.parse_turn(turn.text, max_sub_queries)
+        place, action = f"{where}: turn {number}", dialect.parse(turn.text)
         if action.kind == "answer" and number < len(transcript.turns):
             raise UserError(f"{place}: an answer found, accepted: an answer in the last turn only")
-        close = {"search": tags.SEARCH_CLOSE, "answer": tags.ANSWER_CLOSE}.get(action.kind, "")
+        close = next((stop for stop, kind in dialect.stops.items() if kind == action.kind), "")
         if close and (tail := turn.text.partition(close)[2].strip()):  # a rollout ends its turn there
             raise UserError(f"{place}: {tail[:40]!r} after {close} found, accepted: no text after it")
         if len(turn.passages) != len(action.queries):
@@ -281,7 +262,7 @@ def _turns(transcript: _Transcript, max_sub_queries: int, where: str) -> list[Tr
                 f"{len(action.queries)} sub-queries"
             )
         passages = tuple(tuple(Passage(p.id, p.title, p.text) for p in ranking) for ranking in turn.passages)
-        turns.append(TranscriptTurn(turn.text, action.queries, passages, turn.train))
+        turns.append(TranscriptTurn(turn.text, action.queries, passages, turn.train, action.tools))
     return turns
 
 

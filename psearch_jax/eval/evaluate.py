@@ -224,6 +224,7 @@ def turn_row(turn: Turn) -> dict[str, Any]:
     return {
         "text": turn.text,
         "queries": list(turn.queries),
+        **({"tools": list(turn.tools)} if turn.tools else {}),
         "passages": [[{"id": p.id, "title": p.title} for p in ranking] for ranking in turn.passages],
         "n_sampled": turn.n_sampled,
     }

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib
 import inspect
 import re
-import sys
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 
 import numpy as np
 
 from psearch_jax.config import Config
 from psearch_jax.rl.rewards import TERMS, Parsed, Term, answer_recall
 from psearch_jax.runtime import processes
-from psearch_jax.runtime.paths import on_disk
+from psearch_jax.runtime.own_code import describe_error, load_module
 from psearch_jax.text.answers import f1
-from psearch_jax.types import Trajectory, UserError, first_line
+from psearch_jax.types import Trajectory, UserError
 
 OPTIONAL = {"answer_recall": answer_recall, "f1": lambda t: f1(t.answer, t.question.answers)}
 _ACCEPTED = f"FILE.py:FUNCTION=WEIGHT, MODULE:FUNCTION=WEIGHT, {'=WEIGHT, '.join(OPTIONAL)}=WEIGHT"
@@ -34,7 +29,9 @@ def load_terms(config: Config) -> list[Term]:
       UserError: the field cannot be parsed, a file cannot be loaded, or two terms have the same name.
     """
     terms: list[Term] = []
-    load = functools.cache(_load)  # a file with two functions is run once
+    load = functools.cache(
+        functools.partial(load_module, field="config.reward.terms")
+    )  # a file with two functions is run once
     for spec in config.reward.terms.split(",") if config.reward.terms else ():
         field, match = f"config.reward.terms={spec}", _SPEC.fullmatch(spec.strip())
         if not match or not (match[1] or match[2] in OPTIONAL):
@@ -50,23 +47,6 @@ def load_terms(config: Config) -> list[Term]:
     return terms
 
 
-def _load(source: str) -> tuple[ModuleType, str]:
-    """The module, and the SHA-256 of its file. Of a file, exactly the bytes that are hashed are run."""
-    try:
-        if not source.endswith(".py"):
-            module = importlib.import_module(source)
-            content = Path(str(module.__file__)).read_bytes()
-        else:
-            content = on_disk(source, "config.reward.terms").read_bytes()
-            module = sys.modules[source] = ModuleType(source)  # where dataclasses look their module up
-            module.__file__ = source
-            exec(compile(content, source, "exec"), vars(module))
-    except Exception as error:
-        where = f"config.reward.terms: {source}: cannot be loaded in {Path.cwd()}"
-        raise UserError(f"{where}: {_describe(error, source)}") from error
-    return module, hashlib.sha256(content).hexdigest()
-
-
 def _weighted(function: FunctionType, weight: float, field: str) -> Callable[[Sequence[Parsed], object], list[float]]:
     """`Term.compute` of a function of a trajectory; or of all of them, if its parameter is named `trajectories`.
 
@@ -79,7 +59,7 @@ def _weighted(function: FunctionType, weight: float, field: str) -> Callable[[Se
             results = list(function(rollouts)) if by_group and rollouts else [function(t) for t in rollouts]
             values = weight * np.asarray(results, np.float64)
         except Exception as error:
-            raise UserError(f"{field}: cannot be computed: {_describe(error, file)}") from error
+            raise UserError(f"{field}: cannot be computed: {describe_error(error, file)}") from error
         if values.shape != (len(rollouts),):
             raise UserError(f"{field}: returned values of shape {values.shape}, accepted: {len(rollouts)} numbers")
         for i in np.flatnonzero(~np.isfinite(values))[:1]:
@@ -88,9 +68,3 @@ def _weighted(function: FunctionType, weight: float, field: str) -> Callable[[Se
         return values.tolist()
 
     return lambda parsed, _: processes.broadcast(lambda: call([p.trajectory for p in parsed]))
-
-
-def _describe(error: Exception, file: str) -> str:
-    """Type and message of an error, and the line of the file at which it was raised."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"{type(error).__name__}: {first_line(error)}" + (f" (line {lines[-1]})" if lines else "")

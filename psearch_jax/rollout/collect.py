@@ -14,9 +14,10 @@ from psearch_jax.rollout.rollouts import ParseTurn, Parts, Progress
 from psearch_jax.rollout.sampler import Sampler, SamplerShapes
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.stream import RolloutStream
+from psearch_jax.rollout.tools import Tool
 from psearch_jax.rollout.turns import TurnParser
 from psearch_jax.runtime.compiling import compile_all
-from psearch_jax.text import tags
+from psearch_jax.text.dialects import Dialect, Tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question, Trajectory, UserError
 from retrieval.protocol import Retriever
@@ -37,22 +38,25 @@ class Collector(Parts):
         render: Callable[[Question], list[int]],
         rollout: RolloutSection,
         retrieval: RetrievalSection,
+        dialect: Dialect | None = None,
+        tools: Sequence[Tool] = (),
         parse_turn: ParseTurn | None = None,
     ) -> Collector:
         """A collector with the shapes of a config.
 
         Args:
-          parse_turn: from sampled tokens to a turn; default: by the tag grammar.
+          dialect: default: with tags.
+          tools: those besides the search.
+          parse_turn: from sampled tokens to a turn; default: by the grammar of the dialect.
 
         Raises:
           UserError: rollout.obs_tokens is too small for the passages of a search or for the chat template.
         """
-        tags.check_observation_budget(rollout.obs_tokens, "config.rollout.obs_tokens")
-        template_tokens = len(tokenizer.next_user_message("", rollout.obs_tokens))
-        if template_tokens > rollout.obs_tokens:
+        dialect = dialect or Tags(tokenizer, rollout.obs_tokens, retrieval.max_sub_queries)
+        if rollout.obs_tokens < dialect.min_budget:
             raise UserError(
-                f"config.rollout.obs_tokens: {rollout.obs_tokens} found, accepted: at least {template_tokens}, the "
-                "tokens of the chat template between a reply and the next"
+                f"config.rollout.obs_tokens: {rollout.obs_tokens} found, at least {dialect.min_budget} accepted, the "
+                "tokens of the tags, and of the chat template between a reply and the next"
             )
         return cls(
             sampler=sampler,
@@ -61,7 +65,9 @@ class Collector(Parts):
             render=render,
             rollout=rollout,
             retrieval=retrieval,
-            parse_turn=parse_turn or TurnParser(tokenizer, retrieval.max_sub_queries),
+            dialect=dialect,
+            tools=tuple(tools),
+            parse_turn=parse_turn or TurnParser(tokenizer, dialect),
             shapes=SamplerShapes.of(rollout, sampler.mesh, sampler.by_length),
         )
 

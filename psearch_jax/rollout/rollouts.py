@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -10,8 +11,10 @@ import numpy as np
 from psearch_jax.config import RetrievalSection, RolloutSection
 from psearch_jax.rollout.sampler import Sampler, SamplerShapes
 from psearch_jax.rollout.sampler_programs import RowArrays, Status
+from psearch_jax.rollout.tools import Tool, Toolbox
+from psearch_jax.text.dialects import Dialect
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import Question, Turn
+from psearch_jax.types import Call, Question, Turn
 from retrieval.protocol import Retriever
 
 
@@ -35,6 +38,7 @@ class Rollout:
     sample: int
     prompt: list[int]
     key: np.ndarray  # [2] uint32, the data of its random key
+    search_turns: int | None = None  # instead of that of the settings
     turn_start: int = 0  # position of the first token of the current turn
     turns: list[Turn] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # as Trajectory.versions
@@ -44,6 +48,15 @@ class Rollout:
     def model_calls(self) -> int:
         return sum(t.n_sampled > 0 for t in self.turns)
 
+    def number_calls(self, calls: Sequence[Call]) -> tuple[Call, ...]:
+        """The calls of the last turn with their numbers in the rollout."""
+        made = Counter(call.tool for turn in self.turns[:-1] for call in turn.calls)
+        numbered = []
+        for call in calls:
+            numbered.append(call._replace(number=made[call.tool]))
+            made[call.tool] += 1
+        return tuple(numbered)
+
     def read_row(self) -> Row:
         """The row of a stopped or suspended rollout."""
         assert self.row is not None
@@ -51,7 +64,8 @@ class Rollout:
 
     def from_prompt(self) -> Rollout:
         """The same rollout from its beginning."""
-        return Rollout(self.order, self.question, self.sample, self.prompt, self.key, len(self.prompt))
+        fixed = self.order, self.question, self.sample, self.prompt, self.key, self.search_turns
+        return Rollout(*fixed, len(self.prompt))
 
     def sample_from(self, position: int, version: int) -> None:
         """Records that tokens from this position on are sampled with the weights of a version."""
@@ -74,8 +88,15 @@ class Parts:
     render: Callable[[Question], list[int]]  # from a question to the token ids of its prompt
     rollout: RolloutSection
     retrieval: RetrievalSection
+    dialect: Dialect
     parse_turn: ParseTurn
     shapes: SamplerShapes
+    tools: tuple[Tool, ...] = ()  # besides the search
+
+    def toolbox(self) -> Toolbox:
+        """Runs calls of the search and of the other tools."""
+        budget, timeout_s = self.rollout.tool_budget, self.rollout.tool_timeout_s
+        return Toolbox(self.retriever, self.retrieval.topk, self.tools, budget, timeout_s)
 
 
 @dataclass
@@ -90,6 +111,8 @@ class Usage:
     extended: int = 0  # positions computed by `extend`, likewise
     refreshed: int = 0  # positions computed again with newer weights, likewise
     forced: int = 0  # of the extended ones, appended tokens
+    tool_errors: int = 0  # failed calls, of this process
+    tool_timeouts: int = 0  # calls of a tool that did not respond, of this process
     search_s: float = 0.0  # time in which this process waited for passages, and all rows with it
     host_s: float = 0.0  # time in which this process parsed turns and prepared what follows them
 
@@ -112,7 +135,7 @@ class Usage:
         """Values for metrics.jsonl: those in `cost/` depend on slots, mesh and processes; `_s` marks seconds."""
         shares = {"row_use": self.row_use, "extend_use": self.extend_use}
         counts = {name: getattr(self, name) for name in ("decode_steps", "yields", "prefilled", "extended")}
-        counts |= {"refreshed": self.refreshed} if self.refreshed else {}
+        counts |= {name: n for name in ("refreshed", "tool_errors", "tool_timeouts") if (n := getattr(self, name))}
         costs = {f"cost/{name}": float(value) for name, value in (shares | counts).items()}
         return costs | {"search_s": self.search_s, "host_s": self.host_s}
 

@@ -30,11 +30,11 @@ from psearch_jax.rollout.boundary import TOKENS_AFTER_ANSWER
 from psearch_jax.rollout.rollouts import Parts, Rollout, Row, Usage, stack_rows
 from psearch_jax.rollout.sampler import NO_STEP_LIMIT
 from psearch_jax.rollout.sampler_programs import SamplerState, SamplingWeights, Status
-from psearch_jax.rollout.search import Passages, Queries, SearchPolicy
+from psearch_jax.rollout.search import SearchPolicy
+from psearch_jax.rollout.tools import ERROR, TIMEOUT, Calls, Passages
 from psearch_jax.rollout.turns import End, Search, decide
 from psearch_jax.runtime import processes
-from psearch_jax.text import tags
-from psearch_jax.types import EndStatus, Question, Trajectory, Turn
+from psearch_jax.types import Call, EndStatus, Question, Trajectory, Turn
 from retrieval.protocol import Passage
 
 
@@ -94,10 +94,6 @@ class RolloutScheduler:
         self.results: dict[int, Trajectory] = dict(results or {})
         self.added = added
         self.seed = seed
-        # If the model ended its reply, the correction is the next user message; otherwise it continues the reply.
-        obs_tokens, tokenizer, message = self.settings.obs_tokens, parts.tokenizer, tags.CORRECTIVE_MESSAGE
-        self._corrective = tokenizer.encode_foreign(message)[:obs_tokens]
-        self._corrective_after_eos = tokenizer.next_user_message(message.strip(), obs_tokens)
         self.waiting: deque[Rollout] = deque(waiting)
         self._dropped: set[int] = set()  # orders of rollouts that still have to be ended
         self.starts: dict[int, int] = {}  # slot -> start of its turn, for live slots of all processes
@@ -155,11 +151,14 @@ class RolloutScheduler:
         self._pool = None
         return suspended
 
-    def add(self, questions: Sequence[Question], prompts: Sequence[list[int]], step: int) -> None:
+    def add(
+        self, questions: Sequence[Question], prompts: Sequence[list[int]], step: int, search_turns: int | None = None
+    ) -> None:
         """Queues every sample of this process's `questions`; one whose prompt is too long ends as `truncated`.
 
         Args:
           step: part of the random key of these rollouts.
+          search_turns: of these rollouts; default: that of the settings.
         """
         if not questions:
             return
@@ -169,7 +168,7 @@ class RolloutScheduler:
         for question, prompt in zip(questions, prompts, strict=True):
             cut = prompt[: self.settings.prompt_tokens]
             for sample in range(self.samples):
-                rollout = Rollout(self.added, question, sample, cut, next(keys))
+                rollout = Rollout(self.added, question, sample, cut, next(keys), search_turns)
                 self.added += 1
                 if len(cut) == len(prompt):
                     self.waiting.append(rollout)
@@ -285,17 +284,16 @@ class RolloutScheduler:
         """The classic baseline: searches the question itself before the first sampled token."""
 
         def search_questions() -> _Continuations:
-            queries = {self.live[b].order: (self.live[b].question.query,) for b in slots}
+            asked = {b: Turn("", "search", True, (self.live[b].question.query,)) for b in slots}
             began = time.monotonic()
-            passages = self.search.search(queries)
+            passages = self.search.search({self.live[b].order: turn.calls for b, turn in asked.items()})
             self.usage.search_s += time.monotonic() - began
             chunks = {}
             for b in slots:
                 rollout = self.live[b]
                 if rollout.order in passages:
-                    asked, retrieved = queries[rollout.order], passages[rollout.order]
-                    rollout.turns.append(Turn("", "search", True, asked))
-                    chunks[b] = self._observe(rollout, retrieved, len(rollout.prompt))
+                    rollout.turns.append(asked[b])
+                    chunks[b] = self._observe(rollout, passages[rollout.order], len(rollout.prompt), ended=False)
             return _Continuations(chunks, set(), set())
 
         self._append(processes.allgather(search_questions), self.starts)
@@ -351,25 +349,27 @@ class RolloutScheduler:
     def _advance(self, rows: Mapping[int, Row], status: np.ndarray) -> _Continuations:
         """Decides how this process's stopped rows continue, and searches for those that asked to."""
         before = set(self.live)
-        queries: dict[int, tuple[str, ...]] = {}  # by rollout
+        calls: dict[int, tuple[Call, ...]] = {}  # by rollout
         chunks: dict[int, list[int]] = {}
         for b in [b for b in self.live if b in rows]:
             rollout, row, how = self.live[b], rows[b], Status(status[b])
             rollout.row = row
             turn = self.parts.parse_turn(rollout, row.ids[rollout.turn_start :], how)
-            decision = decide(turn, how, rollout.model_calls, self.settings.search_turns)
-            rollout.turns.append(replace(turn, queries=(), passages=()) if isinstance(decision, End) else turn)
+            limit = self.settings.search_turns if rollout.search_turns is None else rollout.search_turns
+            decision = decide(turn, how, rollout.model_calls, limit)
+            ends = isinstance(decision, End)
+            rollout.turns.append(replace(turn, queries=(), passages=(), tools=()) if ends else turn)
             if isinstance(decision, End):
                 self._end(b, decision.status)
             elif isinstance(decision, Search):
-                queries[rollout.order] = decision.queries
+                calls[rollout.order] = rollout.number_calls(decision.calls)
             else:
-                ended_reply = int(row.ids[-1]) in self.parts.tokenizer.stop_ids
-                chunks[b] = list(self._corrective_after_eos if ended_reply else self._corrective)
+                chunks[b] = self.parts.dialect.correct(self._ended_reply(row))
         slots = {rollout.order: b for b, rollout in self.live.items()}
-        for order, passages in self._exchange(queries).items():
-            b = slots[order]
-            chunks[b] = self._observe(self.live[b], passages, len(self.live[b].read_row().ids))
+        for order, passages in self._exchange(calls).items():
+            row = self.live[slots[order]].read_row()
+            ended, length = self._ended_reply(row), len(row.ids)
+            chunks[slots[order]] = self._observe(self.live[slots[order]], passages, length, ended)
         limit = self.settings.context_tokens
         for b in [b for b, chunk in chunks.items() if len(self.live[b].read_row().ids) + len(chunk) >= limit]:
             del chunks[b]
@@ -383,18 +383,32 @@ class RolloutScheduler:
         self._ended.add(b)
         self._finish(self.live.pop(b), status)
 
-    def _exchange(self, queries: Queries) -> Passages:
-        began, searching = time.monotonic(), {*queries, *self.search.pending}
+    def _ended_reply(self, row: Row) -> bool:
+        """Whether the model ended its reply with a stop token."""
+        return int(row.ids[-1]) in self.parts.tokenizer.stop_ids
+
+    def _exchange(self, calls: Calls) -> Passages:
+        began, searching = time.monotonic(), {*calls, *self.search.pending}
         idle = all(rollout.order in searching for rollout in self.live.values())
-        passages = self.search.exchange(queries, idle=idle)
+        passages = self.search.exchange(calls, idle=idle)
         self.usage.search_s += time.monotonic() - began
         return passages
 
-    def _observe(self, rollout: Rollout, passages: tuple[tuple[Passage, ...], ...], length: int) -> list[int]:
-        """Records the passages of the last turn and what is shown of them; returns the tokens to append to the row."""
+    def _observe(
+        self, rollout: Rollout, passages: tuple[tuple[Passage, ...], ...], length: int, ended: bool
+    ) -> list[int]:
+        """Records the passages of the last turn and what is shown of them; returns the tokens to append to the row.
+
+        Args:
+          length: of the row.
+          ended: whether the model ended its reply with a stop token.
+        """
         turn, room = rollout.turns[-1], self.settings.context_tokens - length - 1
-        budget = max(tags.MIN_OBSERVATION_TOKENS, min(self.settings.obs_tokens, room))
-        observation = tags.render_observation(turn.queries, passages, self.parts.tokenizer.encode_foreign, budget)
+        failed = [p.id for ranking in passages for p in ranking if p.id in (ERROR, TIMEOUT)]
+        self.usage.tool_errors += len(failed)
+        self.usage.tool_timeouts += failed.count(TIMEOUT)
+        budget = max(self.parts.dialect.min_budget, min(self.settings.obs_tokens, room))
+        observation = self.parts.dialect.observe(turn.calls, passages, budget, ended)
         shown = observation.shown if len(observation.ids) <= room else ()  # else the rollout ends without them
         rollout.turns[-1] = replace(turn, passages=passages, shown=shown)
         return observation.ids

@@ -10,15 +10,16 @@ from psearch_jax.rollout.boundary import TOKENS_AFTER_ANSWER
 from psearch_jax.rollout.rollouts import Rollout
 from psearch_jax.rollout.sampler_programs import Status
 from psearch_jax.text import tags
+from psearch_jax.text.dialects import Dialect
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import EndStatus, Turn
+from psearch_jax.types import Call, EndStatus, Turn
 
 
 @dataclass(frozen=True)
 class Search:
-    """The row waits for the passages of these sub-queries."""
+    """The row waits for the results of these calls."""
 
-    queries: tuple[str, ...]
+    calls: tuple[Call, ...]
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,22 @@ def decide(turn: Turn, status: Status, model_calls: int, search_turns: int) -> C
         return End("not_finite")
     if model_calls == search_turns:
         return End("out_of_turns")
-    return Search(turn.queries) if turn.action == "search" else Continue()
+    return Search(turn.calls) if turn.action == "search" else Continue()
 
 
 @dataclass(frozen=True)
 class TurnParser:
-    """A `ParseTurn` by the tag grammar (text/tags.py).
-
-    Args:
-      max_sub_queries: of one search; further ones are ignored.
-    """
+    """A `ParseTurn` by the grammar of a dialect."""
 
     tokenizer: Tokenizer
-    max_sub_queries: int
+    dialect: Dialect
 
     def __call__(self, rollout: Rollout, sampled: np.ndarray, status: Status) -> Turn:
         tokenizer, tokens = self.tokenizer, sampled
         if status == Status.NOT_FINITE:  # cut off at an arbitrary token: no search or answer counts
             return Turn(tokenizer.decode(tokens, control=True), "none", False, n_sampled=len(sampled))
-        if len(tokens) and int(tokens[-1]) in tokenizer.stop_ids:
-            tokens = tokens[:-1]
+        ended = len(tokens) > 0 and int(tokens[-1]) in tokenizer.stop_ids
+        tokens = tokens[:-1] if ended else tokens
         # Write control tokens out: one inside a tag must break the tag for the parser, as it did for the automaton.
         text, tail_start = tokenizer.decode(tokens, control=True), None
         if status == Status.ANSWER:
@@ -76,5 +73,6 @@ class TurnParser:
             first = max(1, len(tokens) - TOKENS_AFTER_ANSWER - 1)
             prefixes = (tokenizer.decode(tokens[:n], control=True) for n in range(first, len(tokens) + 1))
             tail_start = next((len(prefix) for prefix in prefixes if tags.ANSWER_CLOSE in prefix), None)
-        action = tags.parse_turn(text, self.max_sub_queries, tail_start)
-        return Turn(text, action.kind, action.well_formed, action.queries, (), action.answer, len(sampled))
+        action = self.dialect.parse(text, tail_start, ended)
+        known = action.queries, (), action.answer, len(sampled)
+        return Turn(text, action.kind, action.well_formed, *known, tools=action.tools)

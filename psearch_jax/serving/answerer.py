@@ -23,10 +23,8 @@ from psearch_jax.limits import MAX_TEMPERATURE
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler_programs import SamplingWeights, Status
 from psearch_jax.rollout.scheduler import RolloutScheduler
-from psearch_jax.rollout.search import BatchRetriever
 from psearch_jax.runtime import processes
 from psearch_jax.serving.search import ServingSearch
-from psearch_jax.text import tags
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage, in_background
 
@@ -65,6 +63,7 @@ class _Pending:
     temperature: float
     listen: Listener
     last_event_s: float  # time of the last timed event, on the monotonic clock
+    search_turns: int | None = None  # as in `Rollout`
     sent_turns: int = 0  # turns that were sent completely
     sent_chars: int = 0  # characters of the next turn that were sent
     searching: bool = False  # the queries of the next turn were sent, its passages not yet
@@ -79,10 +78,14 @@ class Answerer:
       weights: of the policy.
       seed: combined with each question's own seed.
       every: decode steps between two event updates: fewer stream more smoothly and cost a little more.
+
+    Attributes:
+      dialect: of the policy.
     """
 
     def __init__(self, collector: Collector, weights: SamplingWeights, seed: int = 0, every: int = EVERY):
         self._collector, self._weights, self._seed, self._every = collector, weights, seed, every
+        self.dialect = collector.dialect
         self._arrived: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._pending: dict[int, _Pending] = {}  # by rollout order
         self._failing, self._closed = False, False
@@ -105,12 +108,21 @@ class Answerer:
             self._collector.retriever.search([f"health {time.monotonic()}"], 1)
         self._failing = False
 
-    def ask(self, text: str, listen: Listener, temperature: float = 0.0, seed: int = 0) -> Callable[[], None]:
+    def ask(
+        self,
+        text: str,
+        listen: Listener,
+        temperature: float = 0.0,
+        seed: int = 0,
+        prompt: list[int] | None = None,
+    ) -> Callable[[], None]:
         """Queues a question. Another thread calls `listen`, the last time with an `end` or an `error`.
 
         Args:
           temperature: 0 is greedy.
           seed: the same question with the same seed gets the same answer.
+          prompt: token ids instead of the question in the prompt template; only one turn follows, and its calls are
+            not run.
 
         Returns:
           A function that cancels the question; it gets no more events.
@@ -123,10 +135,11 @@ class Answerer:
         if not (math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
             raise UserError(f"temperature: found {temperature}, accepted: 0 to {MAX_TEMPERATURE:g}")
         question = Question("asked", f"{seed} {text}", text, (), "single")
-        prompt, most = self._collector.render(question), self._collector.rollout.prompt_tokens
+        most, search_turns = self._collector.rollout.prompt_tokens, None if prompt is None else 0
+        prompt = self._collector.render(question) if prompt is None else prompt
         if len(prompt) > most:
             raise UserError(f"question: found {len(prompt)} tokens with the prompt template, accepted: at most {most}")
-        pending = _Pending(question, prompt, temperature, listen, time.monotonic())
+        pending = _Pending(question, prompt, temperature, listen, time.monotonic(), search_turns)
         self._arrived.put(pending)
         if self._closed or not self._thread.is_alive():
             self._fail()
@@ -176,7 +189,7 @@ class Answerer:
 
     def _serve(self) -> None:
         """Answers questions until `close`."""
-        search = ServingSearch(BatchRetriever(self._collector.retriever, self._collector.retrieval.topk))
+        search = ServingSearch(self._collector.toolbox())
         scheduler = RolloutScheduler(self._collector, search, samples=1, seed=self._seed)
         scheduler.resume(self._weights)
         self._failing = False
@@ -204,7 +217,7 @@ class Answerer:
             while (pending := self._arrived.get(block=not self._pending)) is not None:
                 if not pending.cancelled:
                     self._pending[scheduler.added] = pending
-                    scheduler.add([pending.question], [pending.prompt], step=0)
+                    scheduler.add([pending.question], [pending.prompt], 0, pending.search_turns)
         for order in [order for order, pending in self._pending.items() if pending.cancelled]:
             scheduler.drop(order)
             del self._pending[order]
@@ -240,7 +253,7 @@ class Answerer:
         for order, pending in list(self._pending.items()):
             trajectory = scheduler.results.pop(order, None)
             turns = trajectory.turns if trajectory else turns_by_order.get(order, ())
-            _send_turns(pending, turns, corrected=len(turns) - bool(trajectory))
+            _send_turns(pending, turns, len(turns) - bool(trajectory), self._collector.dialect.corrective)
             if trajectory:
                 _send(pending, Event("end", trajectory=trajectory))
                 del self._pending[order]
@@ -256,8 +269,8 @@ class Answerer:
         search.failures.clear()
 
 
-def _send_turns(pending: _Pending, turns: Sequence[Turn], corrected: int) -> None:
-    """Sends the new events of `turns`, with the host's note to those of the first `corrected` without an action."""
+def _send_turns(pending: _Pending, turns: Sequence[Turn], corrected: int, note: str) -> None:
+    """Sends the new events of `turns`, with the host's `note` to those of the first `corrected` without an action."""
     for index, turn in enumerate(turns[pending.sent_turns :], pending.sent_turns):
         if not pending.searching:
             _send_text(pending, turn.text)
@@ -269,7 +282,7 @@ def _send_turns(pending: _Pending, turns: Sequence[Turn], corrected: int) -> Non
                 return
             _send(pending, Event("passages", queries=turn.queries, passages=turn.passages))
         elif index < corrected:
-            _send(pending, Event("note", tags.CORRECTIVE_MESSAGE.strip()))
+            _send(pending, Event("note", note))
         pending.sent_turns, pending.sent_chars, pending.searching = pending.sent_turns + 1, 0, False
 
 

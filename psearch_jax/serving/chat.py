@@ -7,7 +7,8 @@ GET  /health, /metrics      as in the retrieval server
 
 The answer is the message's `content`; the text of all turns is its `reasoning_content`. Fields that OpenAI's format
 lacks are under `psearch`: the searches with their passages, and the seconds of each turn. Of the request, `messages`,
-`stream`, `temperature` and `seed` are used, `n` must be 1, and other fields are ignored.
+`stream`, `temperature`, `seed` and `tools` are used, `n` must be 1, and other fields are ignored. With `tools`, the
+policy adds one turn to the messages, and the client runs its calls; without, the server runs those of its own tools.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from starlette.types import Receive, Scope, Send
 from psearch_jax.serving.answerer import Answerer, Event
 from psearch_jax.serving.api import ChatRequest
 from psearch_jax.serving.console import AnswerSummary, as_json, rankings
+from psearch_jax.text.dialects import ToolCalls
+from psearch_jax.text.tags import THINK_CLOSE
+from psearch_jax.text.tool_calls import find_calls
 from psearch_jax.types import Trajectory, UserError
 from retrieval.remote import http
 
@@ -63,14 +67,20 @@ class Events:
 
     def __init__(self, answerer: Answerer, chat: ChatRequest, metrics: http.Metrics):
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._metrics, self.summary = metrics, AnswerSummary()
+        self._metrics, self.summary, self._stop_ids = metrics, AnswerSummary(), answerer.dialect.tokenizer.stop_ids
+        self._one_turn = bool(chat.tools)
         loop = asyncio.get_running_loop()
 
         def listen(event: Event) -> None:
             loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
         try:
-            self.close = answerer.ask(chat.question, listen, chat.temperature or 0.0, chat.seed or 0)
+            prompt = None
+            if chat.tools:
+                if not isinstance(answerer.dialect, ToolCalls):
+                    raise UserError("tools: found with a policy that writes tags, accepted: none")
+                prompt = chat.conversation(answerer.dialect)
+            self.close = answerer.ask(chat.question, listen, chat.temperature or 0.0, chat.seed or 0, prompt)
         except UserError as error:
             raise HTTPException(422, str(error)) from None
 
@@ -91,6 +101,28 @@ class Events:
         """The complete answer, after the last event."""
         assert self.summary.trajectory is not None
         return self.summary.trajectory
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls of the last turn, if the client runs them, as OpenAI's API writes them."""
+        if not self._one_turn or self.trajectory.status == "answered" or not self.trajectory.turns:
+            return []
+        written = find_calls(self.trajectory.turns[-1].text)
+        functions = [{"name": name, "arguments": json.dumps(value, ensure_ascii=False)} for name, value in written]
+        return [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function} for function in functions]
+
+    @property
+    def content(self) -> str:
+        """The answer; of a turn for a client with tools, without an answer, what follows its thought."""
+        if self.trajectory.answer is not None or not self._one_turn or not self.trajectory.turns:
+            return self.trajectory.answer or ""
+        return self.trajectory.turns[-1].text.rpartition(THINK_CLOSE)[2].strip()
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop`, or `length` without an answer or, for a client with tools, without the end of the message."""
+        ended = self._one_turn and int(self.trajectory.ids[-1]) in self._stop_ids
+        return "stop" if ended or self.trajectory.status == "answered" else "length"
 
 
 class EventStream(StreamingResponse):
@@ -198,13 +230,14 @@ async def _complete(about: dict[str, Any], chat: ChatRequest, events: Events) ->
     """The complete answer as one JSON object."""
     async for _ in events:
         pass
-    trajectory = events.trajectory
+    calls = events.calls
     message = {
         "role": "assistant",
-        "content": trajectory.answer or "",
-        "reasoning_content": "".join(turn.text for turn in trajectory.turns),
+        "content": "" if calls else events.content,
+        "reasoning_content": "".join(turn.text for turn in events.trajectory.turns),
+        **({"tool_calls": calls} if calls else {}),
     }
-    choice = {"index": 0, "message": message, "finish_reason": _finish_reason(trajectory)}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else events.finish_reason}
     return {**about, "object": "chat.completion", "choices": [choice], **_report(chat, events)}
 
 
@@ -223,18 +256,17 @@ async def _chunks(about: dict[str, Any], chat: ChatRequest, events: Events) -> A
             yield chunk({}, psearch={"queries": list(event.queries)})
         elif event.kind == "passages":
             yield chunk({}, psearch={"passages": rankings(event.passages), "seconds": round(event.seconds, 4)})
-    trajectory = events.trajectory
-    yield chunk({"content": trajectory.answer or ""})
-    yield chunk({}, _finish_reason(trajectory), **_report(chat, events)) + DONE
+    calls = events.calls
+    for i, call in enumerate(calls):
+        yield chunk({"tool_calls": [{"index": i, **call}]})
+    if not calls:
+        yield chunk({"content": events.content})
+    yield chunk({}, "tool_calls" if calls else events.finish_reason, **_report(chat, events)) + DONE
 
 
 def _event(content: dict[str, Any]) -> bytes:
     """A server-sent event."""
     return b"data: " + json.dumps(content).encode() + b"\n\n"
-
-
-def _finish_reason(trajectory: Trajectory) -> str:
-    return "stop" if trajectory.status == "answered" else "length"
 
 
 def _report(chat: ChatRequest, events: Events) -> dict[str, Any]:

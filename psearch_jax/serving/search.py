@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection
 from concurrent.futures import Future, wait
 
-from psearch_jax.rollout.search import BatchRetriever, Passages, Queries
+from psearch_jax.rollout.tools import Calls, Passages, Toolbox
 from retrieval.protocol import in_background
 
 log = logging.getLogger("psearch_jax")
@@ -31,24 +31,24 @@ class ServingSearch:
       all_failed: whether the last search failed for all its rollouts; None after the caller has handled it.
     """
 
-    def __init__(self, retriever: BatchRetriever):
-        self._retriever = retriever
+    def __init__(self, tools: Toolbox):
+        self._tools = tools
         self.failures: Failures = {}
         self.all_failed: bool | None = None
-        self._queued: Queries = {}  # to be searched when the search in progress ends
-        self._in_progress: Queries = {}
+        self._queued: Calls = {}  # to be searched when the search in progress ends
+        self._in_progress: Calls = {}
         self._future: Future | None = None
 
     @property
     def pending(self) -> Collection[int]:
         return self._in_progress.keys() | self._queued.keys()
 
-    def exchange(self, queries: Queries, *, idle: bool) -> Passages:
+    def exchange(self, calls: Calls, *, idle: bool) -> Passages:
         """Starts a search if none is in progress, and returns the results that have arrived.
 
         The call that starts a search returns at once, so that the clients learn of it before its results.
         """
-        self._queued = {**self._queued, **queries}
+        self._queued = {**self._queued, **calls}
         if self._start() or self._future is None:
             return {}
         if idle:
@@ -60,13 +60,13 @@ class ServingSearch:
         self._start()
         return results
 
-    def search(self, queries: Queries) -> Passages:
+    def search(self, calls: Calls) -> Passages:
         if self._future is not None:
             wait([self._future])  # one batch at a time
-        return self._record(*self._try(queries))
+        return self._record(*self._try(calls))
 
     def _start(self) -> bool:
-        """Starts a search for the queued queries if none is in progress; returns whether it did."""
+        """Starts a search for the queued calls if none is in progress; returns whether it did."""
         if self._future is not None or not self._queued:
             return False
         self._in_progress, self._queued = self._queued, {}
@@ -78,19 +78,19 @@ class ServingSearch:
         self.all_failed = bool(failures) and not results
         return results
 
-    def _try(self, queries: Queries) -> tuple[Passages, Failures]:
+    def _try(self, calls: Calls) -> tuple[Passages, Failures]:
         """Retries one rollout after the other if the batch fails. For any thread."""
         results: Passages = {}
         failures: Failures = {}
         deadline = time.monotonic() + RETRY_S
         try:
-            results = self._retriever.search(queries)
+            results = self._tools.run(calls)
         except BaseException as error:  # a panic in a Rust library does not derive from Exception
-            log.warning("a search for %d questions failed: %s", len(queries), " ".join(str(error).split())[:300])
-            for order, rollout_queries in queries.items():
-                if len(queries) > 1 and time.monotonic() < deadline:
+            log.warning("a search for %d questions failed: %s", len(calls), " ".join(str(error).split())[:300])
+            for order, rollout_calls in calls.items():
+                if len(calls) > 1 and time.monotonic() < deadline:
                     try:
-                        results |= self._retriever.search({order: rollout_queries})
+                        results |= self._tools.run({order: rollout_calls})
                         continue
                     except BaseException as retry_error:
                         error = retry_error

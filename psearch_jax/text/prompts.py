@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from psearch_jax.runtime.paths import ASSETS
 from psearch_jax.text.tags import escape_tags
-from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
 
 PLACEHOLDER = "{question}"
@@ -39,7 +39,13 @@ def load_template(name_or_path: str | Path = "parallel") -> str:
     return text
 
 
-def render_prompt(tokenizer: Tokenizer, template: str, question: str) -> list[int]:
+class ChatWriter(Protocol):
+    """A tokenizer or a dialect."""
+
+    def chat(self, messages: Sequence[Mapping[str, str]], /) -> list[int]: ...
+
+
+def render_prompt(writer: ChatWriter, template: str, question: str) -> list[int]:
     """Token ids of a prompt: the template with the question filled in, as one user message.
 
     The question is untrusted text: its tags are escaped and it cannot produce control tokens. Where the template has
@@ -49,10 +55,10 @@ def render_prompt(tokenizer: Tokenizer, template: str, question: str) -> list[in
     if f"{PLACEHOLDER}?" in template:
         question = question.removesuffix("?")
     content = template.replace(PLACEHOLDER, escape_tags(question))
-    return tokenizer.chat([{"role": "user", "content": content}])
+    return writer.chat([{"role": "user", "content": content}])
 
 
-def render_messages(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]] | None) -> list[int]:
+def render_messages(writer: ChatWriter, messages: Sequence[Mapping[str, str]] | None) -> list[int]:
     """Token ids of a data row's own prompt, a list of chat messages (`metadata["prompt"]`).
 
     Control tokens in their contents become ordinary tokens. Raises `UserError` when it is anything else.
@@ -63,7 +69,7 @@ def render_messages(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]] 
             f"prompt: {str(messages)[:80]!r} found, accepted: a list of messages with content and a role of "
             f"{', '.join(ROLES)}"
         )
-    return tokenizer.chat(messages)
+    return writer.chat(messages)
 
 
 def _is_message(message: object) -> bool:

@@ -12,11 +12,11 @@ the tags; it depends on no model and no tokenizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from psearch_jax.types import UserError
+from psearch_jax.types import Call, UserError
 from retrieval.protocol import Passage
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -35,9 +35,11 @@ NOTHING_FOUND = "nothing found"
 HEADER_CHARACTERS = 120  # a sub-query can be as long as a turn; its header stays one short line
 
 _TAG_NAMES = "think|search|information|answer"
+_ALL_NAMES = rf"{_TAG_NAMES}|tools|tool_call|tool_response"  # with those of tool calls (text/tool_calls.py)
 TAG = re.compile(rf"(</?(?:{_TAG_NAMES})>)")
-# `<` before one of our tag names, whatever the spacing, slashes or case between and after.
-_TAG_LIKE = re.compile(rf"<(?=[\s/]*(?:{_TAG_NAMES})(?![a-z0-9]))", re.IGNORECASE)
+ANY_TAG = re.compile(rf"(</?(?:{_ALL_NAMES})>)")
+# `<` before a tag name, whatever the spacing, slashes or case between and after.
+_TAG_LIKE = re.compile(rf"<(?=[\s/]*(?:{_ALL_NAMES})(?![a-z0-9]))", re.IGNORECASE)
 _NO_TAG = rf"(?:(?!</?(?:{_TAG_NAMES})>).)*"
 _WELL_FORMED = re.compile(
     rf"\s*<think>{_NO_TAG}</think>\s*<(search|answer)>{_NO_TAG}</\1>",
@@ -47,12 +49,16 @@ _WELL_FORMED = re.compile(
 
 @dataclass(frozen=True)
 class Action:
-    """The action of one turn. `queries` is empty unless kind is `search`; `answer` is None unless it is `answer`."""
+    """The action of one turn. `queries` is empty unless kind is `search`; `answer` is None unless it is `answer`.
+
+    `tools` and `queries` are as in `Turn`.
+    """
 
     kind: Literal["search", "answer", "none"]
     queries: tuple[str, ...]
     answer: str | None
     well_formed: bool
+    tools: tuple[str, ...] = ()
 
 
 NO_ACTION = Action("none", (), None, False)
@@ -99,8 +105,12 @@ def parse_turn(text: str, max_sub_queries: int = MAX_SUB_QUERIES, tail_start: in
     if closing == SEARCH_CLOSE:
         queries = split_sub_queries(content, max_sub_queries)
         return Action("search", queries, None, well_formed) if queries else NO_ACTION
-    tail = text[max(end, end if tail_start is None else tail_start) :]
-    return Action("answer", (), content.strip(), well_formed and not tail.strip())
+    return Action("answer", (), content.strip(), well_formed and is_blank_after(text, end, tail_start))
+
+
+def is_blank_after(text: str, end: int, tail_start: int | None) -> bool:
+    """Whether nothing follows a closing tag that ends at `end`; `tail_start` as in `parse_turn`."""
+    return not text[max(end, end if tail_start is None else tail_start) :].strip()
 
 
 def split_sub_queries(content: str, cap: int = MAX_SUB_QUERIES) -> tuple[str, ...]:
@@ -114,6 +124,11 @@ def split_sub_queries(content: str, cap: int = MAX_SUB_QUERIES) -> tuple[str, ..
         if query:
             distinct.setdefault(query.casefold(), query)
     return tuple(distinct.values())[:cap]
+
+
+def write_calls(calls: Iterable[Call]) -> str:
+    """One search with these sub-queries, as a model writes it."""
+    return f"{SEARCH_OPEN}{f' {SEPARATOR} '.join(call.text for call in calls)}{SEARCH_CLOSE}"
 
 
 def escape_tags(text: str) -> str:
@@ -141,17 +156,26 @@ def render_observation(
     """
     check_observation_budget(budget_tokens)
     opening, closing = encode(f"\n{INFORMATION_OPEN}\n"), encode(f"{INFORMATION_CLOSE}\n")
-    left = budget_tokens - len(opening) - len(closing)
-    labelled = len(queries) > 1
-    body: list[int] = []
+    headers = queries if len(queries) > 1 else [None] * len(queries)
+    blocks, shown = render_blocks(headers, passages, encode, budget_tokens - len(opening) - len(closing))
+    return Observation(opening + [i for block in blocks for i in block] + closing, shown)
+
+
+def render_blocks(
+    headers: Sequence[str | None],
+    passages: Sequence[Sequence[Passage]],
+    encode: Callable[[str], list[int]],
+    budget_tokens: int,
+) -> tuple[list[list[int]], tuple[tuple[str, ...], ...]]:
+    """The token ids of each ranking with its header, within a budget for all, and what they show of each passage."""
+    blocks: list[list[int]] = []
     shown = []
-    for i, (query, ranking) in enumerate(zip(queries, passages, strict=True)):
-        share = left // (len(queries) - i)
-        block, texts = _render_block(query if labelled else None, ranking, encode, share)
-        body += block
+    for i, (header, ranking) in enumerate(zip(headers, passages, strict=True)):
+        block, texts = _render_block(header, ranking, encode, budget_tokens // (len(headers) - i))
+        blocks.append(block)
         shown.append(tuple(texts[: len(ranking)]))  # without NOTHING_FOUND
-        left -= len(block)
-    return Observation(opening + body + closing, tuple(shown))
+        budget_tokens -= len(block)
+    return blocks, tuple(shown)
 
 
 def check_observation_budget(budget_tokens: int, name: str = "budget_tokens") -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -16,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from psearch_jax.config import FAMILIES
 from psearch_jax.runtime import hub
 from psearch_jax.runtime.paths import read_json
-from psearch_jax.text.tags import TAG, THINK_CLOSE, THINK_OPEN
+from psearch_jax.text.tags import ANY_TAG, THINK_CLOSE, THINK_OPEN, escape_tags
 from psearch_jax.types import UserError, first_line
 from retrieval.protocol import as_utf8
 
@@ -24,6 +25,8 @@ STOP_TOKENS = {token for family in FAMILIES.values() for chat in family.chats fo
 _DATE = "26 Jul 2024"  # Llama 3's template writes the date of today if none is given; prompts must not depend on it
 # Templates of reasoning models begin or pre-fill the reply's thought with this.
 _BEGUN = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
+_PLACEHOLDER = re.compile(r"CONTENT(\d+)PLACEHOLDER")
+_MARKED_TOOL = re.compile(r'\{\s*"type": "(CONTENT\d+PLACEHOLDER)"\s*\}')
 MAX_IDS = 2**22  # far above the largest vocabulary; bounds the table of all ids
 FILES = "tokenizer.json (or vocab.json and merges.txt) and tokenizer_config.json"
 
@@ -51,7 +54,7 @@ class Tokenizer:
         state = backend.to_str()
         self._trusted = _copy(state, added_tokens=True)
         self._foreign = _copy(state, added_tokens=False)
-        self._tags = {t.content: i for i, t in hf.added_tokens_decoder.items() if TAG.fullmatch(t.content)}
+        self._tags = {t.content: i for i, t in hf.added_tokens_decoder.items() if ANY_TAG.fullmatch(t.content)}
         vocabulary = hf.get_vocab()
         stops = [vocabulary.get(token) for token in STOP_TOKENS]
         self.stop_ids = frozenset(i for i in [hf.eos_token_id, *stops, *extra_stop_ids] if i is not None)
@@ -102,18 +105,28 @@ class Tokenizer:
             pieces.append(piece or b"")
         return b"".join(pieces).decode("utf-8", errors="replace")
 
-    def chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Token ids of a chat by the tokenizer's own template. Message contents are untrusted text, except our tags.
+
+        So are `tools`, JSON schemas of functions, which the template must write as JSON.
 
         The template is rendered with placeholders, which are then replaced by the contents' tokens, so no content can
         produce a control token. A tag that is a single token of the vocabulary (Qwen3's `<think>`) is encoded as that
         token, as in the model's training data. The chat ends where the model begins its thought: a thought that the
-        template opens is removed. Raises `UserError` without a template, or if the template leaves out a message.
+        template opens is removed. Raises `UserError` without a template, or if the template leaves out a message or a
+        tool.
         """
-        rendered = self._render_marked(messages, add_generation_prompt)
+        rendered = self._render_marked(messages, add_generation_prompt, len(tools))
+        texts = [message["content"] for message in messages]
+        texts += [escape_tags(json.dumps(tool, ensure_ascii=False)) for tool in tools]
         ids: list[int] = []
-        for k, piece in enumerate(re.split(r"CONTENT(\d+)PLACEHOLDER", rendered)):
-            ids += self.encode_reply(messages[int(piece)]["content"]) if k % 2 else self.encode_trusted(piece)
+        for k, piece in enumerate(_PLACEHOLDER.split(rendered)):
+            ids += self.encode_reply(texts[int(piece)]) if k % 2 else self.encode_trusted(piece)
         return ids
 
     def next_user_message(self, text: str, max_tokens: int) -> list[int]:
@@ -122,12 +135,19 @@ class Tokenizer:
         They come from the tokenizer's own chat template. `text` is cut so that there are at most `max_tokens` tokens,
         provided that the template's own tokens fit. Raises `UserError` like `chat`.
         """
-        messages = [{"role": role, "content": ""} for role in ("user", "assistant", "user")]
-        rendered = self._render_marked(messages, add_generation_prompt=True)
-        after_reply = rendered.partition("CONTENT1PLACEHOLDER")[2]
-        header, footer = map(self.encode_trusted, after_reply.split("CONTENT2PLACEHOLDER"))
-        header = header[1:] if header and header[0] in self.stop_ids else header  # the model samples the stop token
+        header, footer = self.after_reply("user")
         return header + self.encode_foreign(text)[: max(0, max_tokens - len(header) - len(footer))] + footer
+
+    def after_reply(self, *roles: str) -> list[list[int]]:
+        """The template's tokens before, between and after the contents of the messages that follow a reply.
+
+        They begin after the reply's stop token, which the model samples, and end with the header of the next reply.
+        Raises `UserError` like `chat`.
+        """
+        messages = [{"role": role, "content": ""} for role in ("user", "assistant", *roles)]
+        rendered = self._render_marked(messages, add_generation_prompt=True)
+        first, *rest = map(self.encode_trusted, _PLACEHOLDER.split(rendered)[4::2])
+        return [first[1:] if first and first[0] in self.stop_ids else first, *rest]
 
     @cached_property
     def reply_stop(self) -> int:
@@ -145,8 +165,10 @@ class Tokenizer:
             raise UserError(f"tokenizer {self.name}: {found}, accepted: a stop token ({stops})")
         return ids[0]
 
-    def _render_marked(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-        """The chat as text, with CONTENT{i}PLACEHOLDER for the content of message i.
+    def _render_marked(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool, tools: int = 0
+    ) -> str:
+        """The chat as text, with CONTENT{i}PLACEHOLDER for the content of message i, and then of each of the tools.
 
         Without the thought that some templates open for the model. Raises `UserError` like `chat`.
         """
@@ -154,9 +176,15 @@ class Tokenizer:
             raise UserError(f"tokenizer {self.name}: no chat_template found, one is needed to write prompts")
         # Other keys of a message would be untrusted text that the template may write.
         marked = [{"role": m["role"], "content": f"CONTENT{i}PLACEHOLDER"} for i, m in enumerate(messages)]
+        n = len(messages)
+        functions: list[Any] = [{"type": f"CONTENT{i}PLACEHOLDER"} for i in range(n, n + tools)]
         try:
             rendered = self.hf.apply_chat_template(
-                marked, tokenize=False, add_generation_prompt=add_generation_prompt, date_string=_DATE
+                marked,
+                functions or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                date_string=_DATE,
             )
         except Exception as error:  # jinja's, or whatever the template's expressions raise
             raise UserError(
@@ -164,9 +192,15 @@ class Tokenizer:
                 "messages with role and content"
             ) from error
         assert isinstance(rendered, str)  # because of tokenize=False
-        missing = [i for i in range(len(messages)) if f"CONTENT{i}PLACEHOLDER" not in rendered]
+        missing = [i for i in range(n) if f"CONTENT{i}PLACEHOLDER" not in rendered]
         if missing:
             raise UserError(f"tokenizer {self.name}: chat_template leaves out message {missing[0]}")
+        rendered, written = _MARKED_TOOL.subn(r"\1", rendered)
+        if written != tools:
+            raise UserError(
+                f"tokenizer {self.name}: chat_template writes {written} of {tools} tools as JSON, accepted with "
+                "rollout.dialect=tool_calls: all of them, as Qwen's does"
+            )
         return _BEGUN.sub("", rendered) if add_generation_prompt else rendered
 
     def encode_reply(self, text: str) -> list[int]:
@@ -198,7 +232,7 @@ def _token_bytes(hf: PreTrainedTokenizerBase, name: str) -> list[bytes | None]:
     """
     alphabet, added = {character: byte for byte, character in bytes_to_unicode().items()}, hf.added_tokens_decoder
     control = set(hf.all_special_ids) | {i for i, token in added.items() if token.special}
-    control -= {i for i, token in added.items() if TAG.fullmatch(token.content)}
+    control -= {i for i, token in added.items() if ANY_TAG.fullmatch(token.content)}
     vocabulary = hf.get_vocab()
     size = 1 + max(vocabulary.values(), default=-1)
     if not 0 < size <= MAX_IDS:

@@ -10,6 +10,7 @@ from written import say
 from psearch_jax.data.transcripts import read_rows, read_trajectories
 from psearch_jax.eval.evaluate import trajectory_row
 from psearch_jax.text import tags
+from psearch_jax.text.dialects import Tags
 from psearch_jax.text.prompts import render_prompt
 from psearch_jax.types import Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage
@@ -23,6 +24,10 @@ GOOD = {
     "question": "Who is older, Ada or Alan?",
     "turns": [{"text": SEARCH, "passages": [[ADA], [ALAN, ADA]]}, {"text": ANSWER}],
 }
+
+
+def dialect(tokenizer):
+    return Tags(tokenizer, ROLLOUT.obs_tokens)
 
 
 def written(tmp_path, *rows):
@@ -40,7 +45,7 @@ def trained_texts(tokenizer, row) -> list[str]:
 
 def test_a_transcript_is_laid_out_as_a_rollout(tmp_path, tiny_tokenizer):
     """The loss covers the replies alone, and passages are rendered as in a rollout."""
-    (row,) = read_rows(written(tmp_path, GOOD), tiny_tokenizer, TEMPLATE, ROLLOUT)
+    (row,) = read_rows(written(tmp_path, GOOD), dialect(tiny_tokenizer), TEMPLATE, ROLLOUT)
     ids, mask = row
     assert ids.dtype == np.int32 and mask.dtype == bool and len(ids) == len(mask)
     assert trained_texts(tiny_tokenizer, row) == [SEARCH, ANSWER + "<|im_end|>"]
@@ -56,7 +61,7 @@ def test_turns_can_be_left_out_of_the_loss(tmp_path, tiny_tokenizer):
     """A turn with `train` false is not learned, and is followed by the corrective message."""
     bad = {"text": "Ada, I guess.", "train": False}
     row = {**GOOD, "turns": [bad, *GOOD["turns"]]}
-    (parsed,) = read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
+    (parsed,) = read_rows(written(tmp_path, row), dialect(tiny_tokenizer), TEMPLATE, ROLLOUT)
     assert trained_texts(tiny_tokenizer, parsed) == [SEARCH, ANSWER + "<|im_end|>"]
     text = tiny_tokenizer.decode(parsed[0], control=True)
     assert f"Ada, I guess.<|im_end|>\n<|im_start|>user\n{tags.CORRECTIVE_MESSAGE.strip()}<|im_end|>" in text
@@ -78,7 +83,7 @@ def rollout(tokenizer) -> dict:
 def test_a_rollout_is_read_as_it_was_sampled(tmp_path, tiny_tokenizer):
     """A rollout's tokens are used as they were sampled, without tokenizing again."""
     row = rollout(tiny_tokenizer)
-    (parsed,) = read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
+    (parsed,) = read_rows(written(tmp_path, row), dialect(tiny_tokenizer), TEMPLATE, ROLLOUT)
     assert parsed[0].tolist() == row["ids"] and parsed[1].astype(int).tolist() == row["mask"]
     again = say(tiny_tokenizer, ANSWER)
     assert parsed[0][parsed[1]][:-1].tolist() != again and tiny_tokenizer.decode(again) == ANSWER
@@ -87,7 +92,7 @@ def test_a_rollout_is_read_as_it_was_sampled(tmp_path, tiny_tokenizer):
 def test_prompts_of_the_rows(tmp_path, tiny_tokenizer):
     """With data.template=row, a row's own chat is its prompt."""
     row = {"prompt": [{"role": "user", "content": "Look it up."}], "turns": [{"text": ANSWER}]}
-    (parsed,) = read_rows(written(tmp_path, row), tiny_tokenizer, None, ROLLOUT)
+    (parsed,) = read_rows(written(tmp_path, row), dialect(tiny_tokenizer), None, ROLLOUT)
     assert "user\nLook it up.<|im_end|>" in tiny_tokenizer.decode(parsed[0], control=True)
 
 
@@ -103,7 +108,7 @@ def test_a_transcript_that_cannot_be_a_rollout_is_refused(tmp_path, tiny_tokeniz
         ([{**row, "id": "3"}], "no transcript of a training question found"),
     ):
         with pytest.raises(UserError, match=words):
-            read_trajectories(written(tmp_path, *rows), asked, lambda _: [5], tiny_tokenizer, ROLLOUT, 8)
+            read_trajectories(written(tmp_path, *rows), asked, lambda _: [5], dialect(tiny_tokenizer), ROLLOUT)
 
 
 TURNS = GOOD["turns"]
@@ -126,18 +131,18 @@ def test_a_malformed_line_is_refused_with_its_number(tmp_path, tiny_tokenizer, n
     """Every malformed line is refused with its number and what is wrong."""
     row, words = BAD[name]
     with pytest.raises(UserError, match=f"rows.jsonl: line 3: .*{words}|rows.jsonl: line 3: {words}"):
-        read_rows(written(tmp_path, GOOD, "", row, GOOD), tiny_tokenizer, TEMPLATE, ROLLOUT)
+        read_rows(written(tmp_path, GOOD, "", row, GOOD), dialect(tiny_tokenizer), TEMPLATE, ROLLOUT)
 
 
 def test_rollouts_of_another_tokenizer_are_refused(tmp_path, tiny_tokenizer, tokenizer):
     """Rollouts whose tokens do not spell their texts are refused."""
     row = rollout(tokenizer)
     with pytest.raises(UserError, match="line 1: .*(token id|do not spell)"):
-        read_rows(written(tmp_path, row), tiny_tokenizer, TEMPLATE, ROLLOUT)
+        read_rows(written(tmp_path, row), dialect(tiny_tokenizer), TEMPLATE, ROLLOUT)
     broken = rollout(tiny_tokenizer)
     for fields, words in (
         ({"mask": broken["mask"][:-1]}, "equally many"),
         ({"ids": [10**30] * len(broken["ids"])}, "token id 10{30} found"),
     ):
         with pytest.raises(UserError, match=f"line 1: .*{words}"):
-            read_rows(written(tmp_path, {**broken, **fields}), tiny_tokenizer, TEMPLATE, ROLLOUT)
+            read_rows(written(tmp_path, {**broken, **fields}), dialect(tiny_tokenizer), TEMPLATE, ROLLOUT)

@@ -4,14 +4,17 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import sys
 
 import pytest
+from calls import TEMPLATE
 from programs import ROOT, completed
 from runs import command, metrics_without_clocks, run
 
 from psearch_jax.config import from_mapping
 from psearch_jax.limits import validate
+from psearch_jax.text.tokenizer import Tokenizer
 
 PAGE = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^python (.*(?:\\\n.*)*)", PAGE, re.MULTILINE)
@@ -41,7 +44,7 @@ def example(name: str, workdir, policy, data, *flags: str, **fields) -> list[str
     """The command of an example that trains for a step on the data, with a tiny model."""
     small = {"rollout.context_tokens": 1024, "rollout.prompt_tokens": 640, "learning.mini_batch_rollouts": 8}
     files = {"data.source": data / "questions.jsonl", "data.template": data / "prompt.txt"}
-    _, _, *words = command(workdir, policy, 1, **files, **small, **{"eval.questions_per_kind": 0}, **fields)
+    _, _, *words = command(workdir, policy, 1, **{**files, **small, "eval.questions_per_kind": 0, **fields})
     return [sys.executable, name, *words, *flags]
 
 
@@ -85,6 +88,27 @@ def test_an_own_reward_and_prompt_are_used_and_recorded(tmp_path, data, wordy_po
     refused = completed(train)
     assert refused.returncode == 2 and "reward.terms" in refused.stderr, refused.stderr[-2000:]
     assert "has other contents" in refused.stderr
+
+
+@pytest.mark.slow
+def test_an_own_tool_is_described_and_its_file_is_compared_on_resume(tmp_path, data, wordy_policy):
+    """The prompts of the run have the tool and the search, and a resume with an edited file is refused."""
+    shutil.copytree(wordy_policy, tmp_path / "policy")
+    settings = json.loads((tmp_path / "policy" / "tokenizer_config.json").read_text())
+    (tmp_path / "policy" / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    (tmp_path / "policy" / "chat_template.jinja").write_text(TEMPLATE)
+    shutil.copy(ROOT / "examples" / "custom_tool.py", tmp_path / "mine.py")
+    fields = {"retrieval.corpus": data / "corpus.jsonl", "rollout.dialect": "tool_calls", "rollout.obs_tokens": 320}
+    fields |= {"rollout.tools": f"{tmp_path}/mine.py:count_words,calculator"}
+    fields |= {"rollout.prompt_tokens": 1600, "rollout.context_tokens": 2048, "data.template": "tool_calls"}
+    train = example("launch/train.py", tmp_path / "run", tmp_path / "policy", data, **fields)
+    run(train)
+    tokenizer = Tokenizer.load(tmp_path / "policy")
+    texts = [tokenizer.decode(row["ids"], control=True) for row in trajectories(tmp_path / "run")]
+    assert all('"name": "search"' in text and '"name": "count_words"' in text for text in texts)
+    (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "# edited\n")
+    refused = completed(train)
+    assert refused.returncode == 2 and "rollout.tools" in refused.stderr, refused.stderr[-2000:]
 
 
 @pytest.mark.slow

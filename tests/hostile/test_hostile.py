@@ -10,6 +10,7 @@ import shutil
 
 import numpy as np
 import pytest
+from calls import ADA
 from helpers import people, question, random_params, rollout_section, scripted_sampler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from psearch_jax.data.sources import read_questions
 from psearch_jax.limits import validate
 from psearch_jax.models import hf
 from psearch_jax.serving.console import one_line, printable
-from psearch_jax.text import tags
+from psearch_jax.text import tags, tool_calls
 from psearch_jax.types import Question, UserError
 from retrieval.corpus import MemoryMappedCorpus
 from retrieval.protocol import CorpusError, Passage
@@ -59,6 +60,23 @@ def test_whatever_a_model_writes_is_one_action_of_what_it_wrote(text, cap):
     plain = " ".join(text.split())
     assert all(query in plain for query in action.queries)
     assert action.answer is None or (action.answer in text and "</answer>" not in action.answer)
+
+
+@many
+@given(
+    st.lists(
+        st.sampled_from([tool_calls.write_calls([ADA]), "<tool_call>", "</tool_call>", '{"name":']) | WRITTEN,
+        max_size=12,
+    )
+)
+def test_whatever_a_model_calls_is_one_action(parts):
+    """Any text is calls, an answer, or nothing; every call is in the text."""
+    text = "".join(parts)
+    action = tool_calls.parse_turn(text, 3)
+    assert (action.kind == "search") == bool(action.queries) and len(action.queries) == len(action.tools) <= 3
+    assert (action.kind == "answer") == (action.answer is not None)
+    assert action.answer is None or action.answer in text
+    assert action.kind != "search" or "<tool_call>" in text
 
 
 @many

@@ -6,7 +6,7 @@ import pytest
 
 from psearch_jax.rollout.sampler_programs import Status
 from psearch_jax.rollout.turns import Continue, End, Search, decide
-from psearch_jax.types import Turn
+from psearch_jax.types import Turn, pair_calls
 
 ASKED = ("Ada", "Alan")
 SEARCH = Turn("", "search", True, ASKED, n_sampled=5)
@@ -18,8 +18,8 @@ STATUSES = [status for status in Status if status not in (Status.EMPTY, Status.R
 @pytest.mark.parametrize(
     ("turn", "status", "calls", "expected"),
     [
-        (SEARCH, Status.SEARCH, 0, Search(ASKED)),
-        (SEARCH, Status.SEARCH, 1, Search(ASKED)),
+        (SEARCH, Status.SEARCH, 0, Search(pair_calls((), ASKED))),
+        (SEARCH, Status.SEARCH, 1, Search(pair_calls((), ASKED))),
         (SEARCH, Status.SEARCH, 2, End("out_of_turns")),
         (NOTHING, Status.SEARCH, 0, Continue()),  # an empty search, or one without an opening tag
         (ANSWER, Status.ANSWER, 0, End("answered")),

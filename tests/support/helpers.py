@@ -29,6 +29,7 @@ from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.sampler import Sampler
 from psearch_jax.rollout.sampler_programs import SamplerOptions, SamplerState, choose_at_random
 from psearch_jax.sharding import make_mesh
+from psearch_jax.text.dialects import Tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.learner import Learner
 from psearch_jax.train.state import make_optimizer
@@ -65,7 +66,13 @@ def one_device_mesh() -> Mesh:
 
 
 def make_sampler(
-    tokenizer: Tokenizer, config: DecoderConfig, mesh: Mesh | None = None, cls=Sampler, unstack="never", **options
+    tokenizer: Tokenizer,
+    config: DecoderConfig,
+    mesh: Mesh | None = None,
+    cls=Sampler,
+    unstack="never",
+    stops=Tags.stops,
+    **options,
 ):
     """A sampler of class `cls`, by default in float32, with the tokenizer's real boundary tables and stop tokens."""
     settings, mesh = SamplerOptions(**{"yield_share": 1.0, **options}), mesh or one_device_mesh()
@@ -73,7 +80,7 @@ def make_sampler(
     return cls(
         graph=decoder.graphdef(config, settings.dtype, backend=backend, lora=settings.lora),
         config=config,
-        tables=build_tables(tokenizer.token_bytes, config.vocab_rows),
+        tables=build_tables(tokenizer.token_bytes, config.vocab_rows, stops),
         n_ids=tokenizer.size,
         stop_ids=sorted(tokenizer.stop_ids),
         mesh=mesh,
@@ -114,9 +121,9 @@ class ScriptedSampler(Sampler):
         self.scripts = {(int(a), int(b)): list(s) for (a, b), s in zip(keys, scripts, strict=True)}
 
 
-def scripted_sampler(tokenizer: Tokenizer, config: DecoderConfig) -> ScriptedSampler:
+def scripted_sampler(tokenizer: Tokenizer, config: DecoderConfig, stops=Tags.stops) -> ScriptedSampler:
     """A sampler whose rollouts end their message after their scripts."""
-    made = make_sampler(tokenizer, config, cls=ScriptedSampler)
+    made = make_sampler(tokenizer, config, cls=ScriptedSampler, stops=stops)
     made.after = tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     return made
 

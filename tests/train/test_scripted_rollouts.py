@@ -41,7 +41,7 @@ def mixed(tiny_policy, tmp_path_factory):
 def test_the_last_rollout_of_a_group_is_its_transcript(mixed, tokenizer):
     """Its tokens are those of a cold start, and the figures of behaviour leave it out. All others are sampled."""
     run, file, metrics, rollouts = mixed
-    rows = read_rows(file, tokenizer, load_template("toy"), run.config.rollout)
+    rows = read_rows(file, run.collector.dialect, load_template("toy"), run.config.rollout)
     masks = {ids.tobytes(): mask for ids, mask in rows}
     own = [i for i, t in enumerate(rollouts.trajectories) if not t.scripted]
     assert 4 < len(own) < 8 and metrics["scripted"] == 1 - len(own) / 8

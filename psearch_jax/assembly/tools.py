@@ -1,0 +1,91 @@
+"""The tools and the dialect that a config names."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+
+from psearch_jax.config import Config, RolloutSection
+from psearch_jax.rollout.calculator import CALCULATOR
+from psearch_jax.rollout.mcp_tools import open_server
+from psearch_jax.rollout.tools import SEARCH_SCHEMA, Tool, from_function
+from psearch_jax.runtime.own_code import load_module
+from psearch_jax.text.dialects import Dialect, Tags, ToolCalls
+from psearch_jax.text.prompts import load_template
+from psearch_jax.text.tags import SEARCH_OPEN
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.train.checkpointing.settings import hash_texts
+from psearch_jax.types import SEARCH, UserError
+
+FIELD = "config.rollout.tools"
+
+
+def make_tools(section: RolloutSection) -> list[Tool]:
+    """The tools besides the search. Runs the code of files and modules, and connects to servers.
+
+    Raises:
+      UserError: a tool that does not exist or cannot be opened, or two of one name.
+    """
+    tools: list[Tool] = []
+    for spec in _specs(section):
+        kind, _, rest = spec.partition(":")
+        if spec == CALCULATOR.name:
+            tools.append(CALCULATOR)
+        elif kind == "mcp" and rest:
+            tools += open_server(rest, section.tool_timeout_s)
+        elif rest:
+            tools.append(_own_tool(*_source_and_name(spec)))
+        else:
+            raise UserError(
+                f"{FIELD}: {spec!r} found, accepted: {CALCULATOR.name}, FILE.py:NAME, MODULE:NAME, mcp:TARGET"
+            )
+    names = [SEARCH, *(tool.name for tool in tools)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{FIELD}: two tools of the name {twice[0]} found, accepted: different names")
+    return tools
+
+
+def describe_tools(section: RolloutSection, tools: Sequence[Tool]) -> tuple[str, str]:
+    """What `rollout.tools` names, and a fingerprint: of the schemas of the tools, and of a user's files."""
+    schemas = [json.dumps(tool.schema, sort_keys=True) for tool in tools]
+    own = [spec for spec in _specs(section) if ":" in spec and not spec.startswith("mcp:")]
+    digests = [load_module(_source_and_name(spec)[0], FIELD)[1] for spec in own]
+    return section.tools, hash_texts(*schemas, *digests) if section.tools else ""
+
+
+def _specs(section: RolloutSection) -> list[str]:
+    return [spec.strip() for spec in section.tools.split(",") if spec.strip()]
+
+
+def _source_and_name(spec: str) -> tuple[str, str]:
+    source, _, name = spec.rpartition(":")
+    return source, name
+
+
+def _own_tool(source: str, name: str) -> Tool:
+    value = getattr(load_module(source, FIELD)[0], name, None)
+    if isinstance(value, Tool):
+        return value
+    if inspect.isfunction(value):
+        return from_function(value)
+    raise UserError(f"{FIELD}: {source} has no function or Tool {name!r}, accepted: the name of one")
+
+
+def make_dialect(config: Config, tokenizer: Tokenizer, tools: Sequence[Tool] = ()) -> Dialect:
+    """The dialect that a config names.
+
+    Raises:
+      UserError: the prompt template explains another dialect.
+    """
+    section, limit = config.rollout, config.retrieval.max_sub_queries
+    if section.dialect == "tags":
+        return Tags(tokenizer, section.obs_tokens, limit)
+    name = config.data.template
+    if not config.data.prompts_in_rows and SEARCH_OPEN in load_template(name):
+        raise UserError(
+            f"config.data.template={name}: explains {SEARCH_OPEN}, accepted with rollout.dialect=tool_calls: "
+            "tool_calls, or a file of your own"
+        )
+    schemas = [SEARCH_SCHEMA] * (section.search_turns > 0) + [tool.schema for tool in tools]
+    return ToolCalls(tokenizer, section.obs_tokens, limit, schemas=schemas)

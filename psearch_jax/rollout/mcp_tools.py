@@ -1,0 +1,106 @@
+"""The tools of an MCP server (Model Context Protocol), by the official SDK; needs the extra `mcp`.
+
+A thread of its own keeps the connection. After a failure, as when the server was killed, the calls of that batch fail,
+and the next batch connects again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import shlex
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from psearch_jax.rollout.tools import Arguments, Tool, failure
+from psearch_jax.types import UserError, first_line
+
+OPENING_S = 30.0  # to start a server and list its tools
+
+
+def open_server(target: str, timeout_s: float) -> list[Tool]:
+    """The tools of a server at a URL, or of one that a command line starts.
+
+    Args:
+      timeout_s: of a call.
+
+    Raises:
+      UserError: the SDK is not installed, or the server does not list its tools.
+    """
+    try:
+        from mcp import StdioServerParameters
+    except ImportError as error:
+        raise UserError(
+            f"config.rollout.tools=mcp:{target}: the package mcp is not installed; accepted after `pip install "
+            "'psearch-jax[mcp]'`"
+        ) from error
+    is_url = target.startswith(("http://", "https://"))
+    command = [] if is_url else shlex.split(target)
+    server = target if is_url else StdioServerParameters(command=command[0], args=command[1:])
+    connection = _Connection(server)
+    try:
+        listed = connection.submit(_list_tools).result(OPENING_S)
+    except Exception as error:
+        raise UserError(
+            f"config.rollout.tools=mcp:{target}: its tools could not be listed ({type(error).__name__}: "
+            f"{first_line(error)}), accepted: a URL or a command of an MCP server"
+        ) from error
+
+    def make_batch(name: str) -> Callable[[Sequence[Arguments]], list[str]]:
+        def batch(calls: Sequence[Arguments]) -> list[str]:
+            return connection.submit(functools.partial(_call, name=name, calls=calls, timeout_s=timeout_s)).result()
+
+        return batch
+
+    return [Tool(tool.name, tool.description or "", tool.input_schema, make_batch(tool.name)) for tool in listed]
+
+
+async def _list_tools(client: Any) -> Sequence[Any]:
+    return (await client.list_tools()).tools
+
+
+async def _call(client: Any, name: str, calls: Sequence[Arguments], timeout_s: float) -> list[str]:
+    """Calls a tool for all arguments at once. Raises if the connection is lost."""
+    pending = (client.call_tool(name, dict(arguments), read_timeout_seconds=timeout_s) for arguments in calls)
+    results = await asyncio.gather(*pending, return_exceptions=True)
+    if lost := [result for result in results if isinstance(result, BaseException)]:
+        raise lost[0]
+    return [_text(result) for result in results]
+
+
+def _text(result: Any) -> str:
+    text = "\n".join(getattr(block, "text", f"[{block.type}]") for block in result.content)
+    return failure(text) if result.is_error else text
+
+
+class _Connection:
+    """Runs coroutines on a client of a server, one after another, in a thread with an event loop."""
+
+    def __init__(self, server: Any):
+        self._server, self._loop = server, asyncio.new_event_loop()
+        self._requests: asyncio.Queue[tuple[Callable[[Any], Awaitable[Any]], Future]] = asyncio.Queue()
+        threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), name="mcp", daemon=True).start()
+
+    def submit(self, request: Callable[[Any], Awaitable[Any]]) -> Future:
+        """Runs `request(client)` when the requests before it are done."""
+        future: Future = Future()
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, (request, future))
+        return future
+
+    async def _serve(self) -> None:
+        from mcp import Client
+
+        while True:
+            request, future = await self._requests.get()
+            try:
+                async with Client(self._server) as client:
+                    while True:
+                        future.set_result(await request(client))
+                        request, future = await self._requests.get()
+            except BaseException as error:  # connecting, or the request; a new connection follows
+                while isinstance(error, BaseExceptionGroup):
+                    error = error.exceptions[0]
+                if not future.done():
+                    future.set_exception(ConnectionError(f"{type(error).__name__}: {first_line(error)}"))

@@ -1,0 +1,42 @@
+"""Loads a user's code that a config names: a file, or a module."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from psearch_jax.runtime.paths import on_disk
+from psearch_jax.types import UserError, first_line
+
+
+def load_module(source: str, field: str) -> tuple[ModuleType, str]:
+    """The module of `FILE.py` or of a dotted name, and the SHA-256 of its file. Runs its code.
+
+    Of a file, exactly the bytes that are hashed are run.
+
+    Raises:
+      UserError: it cannot be loaded; names `field`.
+    """
+    try:
+        if not source.endswith(".py"):
+            module = importlib.import_module(source)
+            content = Path(str(module.__file__)).read_bytes()
+        else:
+            content = on_disk(source, field).read_bytes()
+            module = sys.modules[source] = ModuleType(source)  # where dataclasses look their module up
+            module.__file__ = source
+            exec(compile(content, source, "exec"), vars(module))
+    except Exception as error:
+        where = f"{field}: {source}: cannot be loaded in {Path.cwd()}"
+        raise UserError(f"{where}: {describe_error(error, source)}") from error
+    return module, hashlib.sha256(content).hexdigest()
+
+
+def describe_error(error: Exception, file: str) -> str:
+    """Type and message of an error, and the line of the file at which it was raised."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{type(error).__name__}: {first_line(error)}" + (f" (line {lines[-1]})" if lines else "")

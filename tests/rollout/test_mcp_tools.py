@@ -1,0 +1,89 @@
+"""Tools of a real MCP server, over stdio and HTTP: found, called in parallel, and lost without ending a run."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from programs import wait_until
+from runs import free_port
+
+from psearch_jax.rollout.tools import ERROR, Toolbox
+from psearch_jax.types import Call, UserError
+
+pytest.importorskip("mcp", reason="the MCP SDK is not installed")
+
+from psearch_jax.rollout.mcp_tools import open_server  # noqa: E402
+
+SERVER = '''
+import os, sys, time
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("people")
+
+
+@server.tool()
+def born(name: str) -> str:
+    """The year of birth of a person."""
+    time.sleep(0.3)
+    return {"Ada": "1815", "Alan": "1912"}[name]
+
+
+@server.tool()
+def process() -> int:
+    """The number of this process."""
+    return os.getpid()
+
+
+server.run(*sys.argv[1:2], **({"port": int(sys.argv[2])} if sys.argv[2:] else {}))
+'''
+CALLS = {0: (Call("born", '{"name": "Ada"}'), Call("born", '{"name": "Alan"}'), Call("process", "{}"))}
+
+
+@pytest.fixture(params=["stdio", "streamable-http"])
+def target(request, tmp_path) -> Iterator[str]:
+    file = tmp_path / "server.py"
+    file.write_text(SERVER)
+    if request.param == "stdio":
+        yield f"{sys.executable} {file} stdio"
+        return
+    port = free_port()
+    command = [sys.executable, str(file), request.param, str(port)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+        wait_until(lambda: accepts(port), 30)
+        yield f"http://127.0.0.1:{port}/mcp"
+        server.kill()
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def results(tools) -> list[str]:
+    return [passage.text for (passage,) in tools.run(CALLS)[0]]
+
+
+def test_a_server_that_is_killed_ends_no_run(target):
+    """Its calls fail, in one line each; the command is started again, a server at a URL is not."""
+    tools = Toolbox(None, 1, open_server(target, 5.0))
+    assert {tool.name: tool.description for tool in tools.tools} == {
+        "born": "The year of birth of a person.",
+        "process": "The number of this process.",
+    }
+    ada, alan, pid = results(tools)
+    assert (ada, alan) == ("1815", "1912")
+    failed = Toolbox(None, 1, tools.tools).run({0: (Call("born", '{"name": "Bob"}'), Call("born", "{}"))})[0]
+    assert all(p.id == ERROR and p.text.startswith("error: ") for (p,) in failed)
+    os.kill(int(pid), signal.SIGKILL)
+    assert all(text.startswith("error: ConnectionError: ") for text in results(tools)[:2])
+    if "http" not in target:
+        assert results(tools)[:2] == ["1815", "1912"]
+
+
+def test_what_is_no_server_is_refused():
+    with pytest.raises(UserError, match="config.rollout.tools=mcp:.*: its tools could not be listed"):
+        open_server(f"{sys.executable} -c pass", 1.0)
