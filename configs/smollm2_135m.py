@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
             samples=8,
             context_tokens=1024,
             prompt_tokens=224,
-            turn_tokens=128,
+            turn_tokens=192,
             obs_tokens=288,
             search_turns=4,
         ),
@@ -43,5 +43,5 @@ def get_config() -> ConfigDict:
         ),
         train=dict(steps=80, prompts=8, checkpoint_every_steps=10, keep_checkpoints=1),
         eval=dict(questions_per_kind=48, temperature=0.0),
-        sft=dict(epochs=2, batch_rows=16, learning_rate=1e-4),
+        sft=dict(epochs=1, batch_rows=8, learning_rate=2e-4),
     )

@@ -1,9 +1,9 @@
 """Scripted transcripts over real passages: a cold start that teaches the grammar but not the strategy.
 
 Whether the facts of a question are searched at once or step by step is decided by `Alternation`, in the same shares
-for every kind; then the retrieved facts are stated, dates also in their order. The first thought lists the entities
-and relations of the question in a form that is drawn without regard to its kind. Some transcripts begin with a search
-that finds nothing, which the loss leaves out, and a better one.
+for every kind. The retrieved facts are stated, and dates compared one after another. The first thought lists the
+entities and relations of the question in a form that is drawn without regard to its kind. Some transcripts begin with
+a search that finds nothing, which the loss leaves out, and a better one.
 
 A question is used only if the observations, which may be cut, state every fact, with the first search split and
 without: otherwise some kinds would be split more often among the questions that are kept.
@@ -33,7 +33,7 @@ PLANS = (
     "It is about {names}; wanted: {relations}.",
 )
 FACTS = ("{0.entity}: {0.relation} {0.value}.", "The {0.relation} of {0.entity} is {0.value}.")
-ORDERS = ("From first to last: {names}.", "In order: {names}.")
+COMPARISONS = ("Compared: {dates}.", "One after another: {dates}.")
 CONCLUSIONS = ("So the answer is {answer}.", "The answer is {answer}.", "That gives {answer}.")
 CORRECTIONS = ("That does not show it. I search again.", "Nothing useful here, so I try other words.")
 
@@ -97,7 +97,7 @@ class TranscriptWriter:
             turns.append(turn)
             thought = wording.state(facts)
         if len(rounds[-1]) > 1:  # the facts to compare may come from several searches
-            thought = wording.state(searches[-1][1], rounds[-1])
+            thought = wording.state(searches[-1][1], rounds[-1], _compared(rounds, question.answers[0]))
         answer = question.answers[0]
         last = f"<think>{thought} {wording.conclusion.format(answer=answer)}</think>\n<answer>{answer}</answer>"
         return [*turns, TranscriptTurn(last)]
@@ -128,13 +128,13 @@ class Wording:
 
     first: str
     fact: str
-    order: str
+    comparison: str
     conclusion: str
     correction: str
 
     @classmethod
     def draw(cls, rng: np.random.Generator) -> Wording:
-        return cls(*(c[int(rng.integers(len(c)))] for c in (PLANS, FACTS, ORDERS, CONCLUSIONS, CORRECTIONS)))
+        return cls(*(c[int(rng.integers(len(c)))] for c in (PLANS, FACTS, COMPARISONS, CONCLUSIONS, CORRECTIONS)))
 
     def plan(self, rounds: Rounds) -> str:
         """The entities and relations of the question, in a form that does not depend on its dependency structure."""
@@ -142,13 +142,36 @@ class Wording:
         asked = dict.fromkeys(triple.relation for r in rounds for triple in r)
         return self.first.format(names=", ".join(named), relations=", ".join(asked))
 
-    def state(self, facts: Sequence[Triple], compared: Sequence[Triple] = ()) -> str:
-        """The facts, and the entities of `compared` in the order of their dates, if these are dates."""
+    def state(self, facts: Sequence[Triple], compared: Sequence[Triple] = (), answer: str = "") -> str:
+        """The facts, and a comparison of the dates of `compared`, if these are dates, which ends with `answer`."""
         stated = [self.fact.format(fact) for fact in facts]
-        if compared and all(fact.date for fact in compared):
-            names = [fact.entity for fact in sorted(compared, key=lambda fact: fact.date or ())]
-            stated.append(self.order.format(names=", ".join(names)))
+        if all(fact.date for fact in compared) and answer in [fact.entity for fact in compared]:
+            stated.append(self.comparison.format(dates=compare_dates(compared, answer)))
         return " ".join(stated)
+
+
+def _compared(rounds: Rounds, answer: str) -> str:
+    """The entity that decides a comparison: the answer, or the value of its fact in an earlier round."""
+    return next((fact.value for r in rounds[:-1] for fact in r if fact.entity == answer), answer)
+
+
+def compare_dates(facts: Sequence[Triple], answer: str) -> str:
+    """Each date next to the earliest, or the latest, so far: a small model cannot sort several dates at once.
+
+    Args:
+      facts: of different entities, with dates as values.
+      answer: the entity of the earliest or the latest date.
+    """
+    dates = [fact.date or () for fact in facts]
+    by_year = len({date[:1] for date in dates}) == len(dates)
+    values = [str(date[0]) if by_year else fact.value for date, fact in zip(dates, facts, strict=True)]
+    wanted = "earlier" if facts[dates.index(min(dates))].entity == answer else "later"
+    best, parts = 0, [f"{facts[0].entity} {values[0]}"]
+    for i in range(1, len(facts)):
+        relation = "earlier" if dates[i] < dates[best] else "later"
+        parts.append(f"{facts[i].entity} {values[i]}, {relation}")
+        best = i if relation == wanted else best
+    return "; ".join(parts) + f"; {'earliest' if wanted == 'earlier' else 'latest'}: {facts[best].entity}"
 
 
 def plan_searches(rounds: Rounds, split: bool, several: bool) -> list[tuple[list[str], list[Triple]]]:
