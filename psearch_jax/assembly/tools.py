@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from psearch_jax.config import Config, RolloutSection
 from psearch_jax.rollout.calculator import CALCULATOR
@@ -28,14 +29,14 @@ def make_tools(section: RolloutSection) -> list[Tool]:
       UserError: a tool that does not exist or cannot be opened, or two of one name.
     """
     tools: list[Tool] = []
-    for spec in _specs(section):
+    for spec in filter(None, map(str.strip, section.tools.split(","))):
         kind, _, rest = spec.partition(":")
         if spec == CALCULATOR.name:
             tools.append(CALCULATOR)
         elif kind == "mcp" and rest:
             tools += open_server(rest, section.tool_timeout_s)
         elif rest:
-            tools.append(_own_tool(*_source_and_name(spec)))
+            tools.append(_own_tool(spec))
         else:
             raise UserError(
                 f"{FIELD}: {spec!r} found, accepted: {CALCULATOR.name}, FILE.py:NAME, MODULE:NAME, mcp:TARGET"
@@ -49,26 +50,16 @@ def make_tools(section: RolloutSection) -> list[Tool]:
 def describe_tools(section: RolloutSection, tools: Sequence[Tool]) -> tuple[str, str]:
     """What `rollout.tools` names, and a fingerprint: of the schemas of the tools, and of a user's files."""
     schemas = [json.dumps(tool.schema, sort_keys=True) for tool in tools]
-    own = [spec for spec in _specs(section) if ":" in spec and not spec.startswith("mcp:")]
-    digests = [load_module(_source_and_name(spec)[0], FIELD)[1] for spec in own]
+    digests = [tool.identity for tool in tools if tool.identity]
     return section.tools, hash_texts(*schemas, *digests) if section.tools else ""
 
 
-def _specs(section: RolloutSection) -> list[str]:
-    return [spec.strip() for spec in section.tools.split(",") if spec.strip()]
-
-
-def _source_and_name(spec: str) -> tuple[str, str]:
+def _own_tool(spec: str) -> Tool:
     source, _, name = spec.rpartition(":")
-    return source, name
-
-
-def _own_tool(source: str, name: str) -> Tool:
-    value = getattr(load_module(source, FIELD)[0], name, None)
-    if isinstance(value, Tool):
-        return value
-    if inspect.isfunction(value):
-        return from_function(value)
+    module, digest = load_module(source, FIELD)
+    value = getattr(module, name, None)
+    if isinstance(value, Tool) or inspect.isfunction(value):
+        return replace(value if isinstance(value, Tool) else from_function(value), identity=digest)
     raise UserError(f"{FIELD}: {source} has no function or Tool {name!r}, accepted: the name of one")
 
 

@@ -56,6 +56,7 @@ class Tool:
       batch: the arguments of N calls -> N texts. It may be called from any thread, by one at a time. A call that fails
         on its own returns an error's text; an exception fails all of them.
       budget, timeout_s: instead of those of the toolbox.
+      identity: of a user's tool, the SHA-256 of its file.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Tool:
     batch: Callable[[Sequence[Arguments]], Sequence[str]]
     budget: int | None = None
     timeout_s: float | None = None
+    identity: str = ""
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -95,22 +95,27 @@ def parse_turn(text: str, max_sub_queries: int = MAX_SUB_QUERIES, tail_start: in
     if not ends:
         return NO_ACTION
     close_at, closing = min(ends)
-    opening = SEARCH_OPEN if closing == SEARCH_CLOSE else ANSWER_OPEN
-    open_at = text.rfind(opening, 0, close_at)
+    if closing == ANSWER_CLOSE:
+        return parse_answer(text, close_at, _WELL_FORMED, tail_start)
+    open_at = text.rfind(SEARCH_OPEN, 0, close_at)
     if open_at < 0:
         return NO_ACTION
-    content = text[open_at + len(opening) : close_at]
-    end = close_at + len(closing)
-    well_formed = _WELL_FORMED.fullmatch(text, 0, end) is not None
-    if closing == SEARCH_CLOSE:
-        queries = split_sub_queries(content, max_sub_queries)
-        return Action("search", queries, None, well_formed) if queries else NO_ACTION
-    return Action("answer", (), content.strip(), well_formed and is_blank_after(text, end, tail_start))
+    well_formed = _WELL_FORMED.fullmatch(text, 0, close_at + len(closing)) is not None
+    queries = split_sub_queries(text[open_at + len(SEARCH_OPEN) : close_at], max_sub_queries)
+    return Action("search", queries, None, well_formed) if queries else NO_ACTION
 
 
-def is_blank_after(text: str, end: int, tail_start: int | None) -> bool:
-    """Whether nothing follows a closing tag that ends at `end`; `tail_start` as in `parse_turn`."""
-    return not text[max(end, end if tail_start is None else tail_start) :].strip()
+def parse_answer(text: str, close_at: int, grammar: re.Pattern[str], tail_start: int | None) -> Action:
+    """The answer that is closed at `close_at`, in valid format if `grammar` matches the text up to the end of its tag.
+
+    `tail_start` as in `parse_turn`. Without an opening tag it is no action.
+    """
+    open_at, end = text.rfind(ANSWER_OPEN, 0, close_at), close_at + len(ANSWER_CLOSE)
+    if open_at < 0:
+        return NO_ACTION
+    tail = text[max(end, end if tail_start is None else tail_start) :]
+    well_formed = grammar.fullmatch(text, 0, end) is not None and not tail.strip()
+    return Action("answer", (), text[open_at + len(ANSWER_OPEN) : close_at].strip(), well_formed)
 
 
 def split_sub_queries(content: str, cap: int = MAX_SUB_QUERIES) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from psearch_jax.text.tags import (
     THINK_CLOSE,
     THINK_OPEN,
     Action,
-    is_blank_after,
+    parse_answer,
 )
 from psearch_jax.types import SEARCH, Call
 from retrieval.protocol import as_utf8
@@ -65,23 +65,17 @@ def parse_turn(text: str, max_calls: int = MAX_SUB_QUERIES, tail_start: int | No
     if not ends:
         return NO_ACTION
     close_at, closing = min(ends)
-    if closing == CALL_CLOSE:
-        well_formed, text = _CALLS.fullmatch(text) is not None, text.partition(ANSWER_CLOSE)[0]
-        written = find_calls(text)
-        if not written:
-            return NO_ACTION
-        distinct: dict[tuple[str, str], Call] = {}
-        for call in itertools.starmap(_make_call, written):
-            distinct.setdefault((call.tool, call.text.casefold()), call)
-        kept = [*distinct.values()][:max_calls]
-        queries, tools = tuple(call.text for call in kept), tuple(call.tool for call in kept)
-        return Action("search", queries, None, well_formed, tools)
-    open_at = text.rfind(ANSWER_OPEN, 0, close_at)
-    if open_at < 0:
+    if closing == ANSWER_CLOSE:
+        return parse_answer(text, close_at, _ANSWER, tail_start)
+    written = find_calls(text.partition(ANSWER_CLOSE)[0])
+    if not written:
         return NO_ACTION
-    answer, end = text[open_at + len(ANSWER_OPEN) : close_at].strip(), close_at + len(ANSWER_CLOSE)
-    well_formed = _ANSWER.fullmatch(text, 0, end) is not None
-    return Action("answer", (), answer, well_formed and is_blank_after(text, end, tail_start))
+    distinct: dict[tuple[str, str], Call] = {}
+    for call in itertools.starmap(_make_call, written):
+        distinct.setdefault((call.tool, call.text.casefold()), call)
+    kept = [*distinct.values()][:max_calls]
+    queries, tools = tuple(call.text for call in kept), tuple(call.tool for call in kept)
+    return Action("search", queries, None, _CALLS.fullmatch(text) is not None, tools)
 
 
 def find_calls(text: str) -> list[tuple[str, dict[str, Any]]]:

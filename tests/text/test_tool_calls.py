@@ -66,7 +66,7 @@ def test_calls_are_parsed(text, calls, well_formed):
     ],
 )
 def test_a_malformed_call_is_no_action(content):
-    """Also next to a valid one: the policy is told, instead of a part of its calls being run."""
+    """Nor is the turn's valid call run: the policy gets the corrective message."""
     assert parse_turn(THOUGHT + write_calls([ADA]) + block(content)) == NONE
     assert parse_turn(THOUGHT + block(content)) == NONE
 
