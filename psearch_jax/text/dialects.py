@@ -6,10 +6,11 @@ strings that the dialect names, the host parses the turn, runs its calls, and ap
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from psearch_jax.text import tags, tool_calls
 from psearch_jax.text.tags import Action, Observation
@@ -22,29 +23,44 @@ if TYPE_CHECKING:
 Rankings = Sequence[Sequence[Passage]]
 
 
-class Dialect(Protocol):
-    """The interface of a dialect.
+@dataclass(frozen=True)
+class Dialect(ABC):
+    """What both dialects share, and the interface of a dialect.
+
+    Args:
+      obs_tokens: the budget of an observation.
+      max_calls: of one turn.
+      encode: text to token ids, never a control token; default: the tokenizer's `encode_foreign`.
 
     Attributes:
       stops: the strings at which a row stops, as at a stop token, each with the action that it completes.
       corrective: what the host replies to a turn without an action.
+      ends_calls: whether a turn with calls ends with a stop token.
     """
 
     stops: ClassVar[Mapping[str, str]]
     corrective: ClassVar[str]
+    ends_calls: ClassVar[bool]
 
-    @property
-    def tokenizer(self) -> Tokenizer: ...
+    tokenizer: Tokenizer
+    obs_tokens: int
+    max_calls: int = tags.MAX_SUB_QUERIES
+    encode: Callable[[str], list[int]] | None = None
 
-    @property
-    def obs_tokens(self) -> int:
-        """The budget of an observation."""
-        ...
+    def encode_foreign(self, text: str) -> list[int]:
+        """Token ids of untrusted text."""
+        return self.encode(text) if self.encode else self.tokenizer.encode_foreign(text)
 
+    def encode_reply(self, text: str, calls: bool) -> list[int]:
+        """Token ids of a complete turn, as a rollout would have sampled them; `calls`: whether it has calls."""
+        ids = self.encode(text) if self.encode else self.tokenizer.encode_reply(text)
+        return ids if calls and not self.ends_calls else [*ids, self.tokenizer.reply_stop]
+
+    @abstractmethod
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a prompt."""
-        ...
 
+    @abstractmethod
     def parse(self, text: str, tail_start: int | None = None, ended: bool = True) -> Action:
         """The action of a turn.
 
@@ -52,16 +68,12 @@ class Dialect(Protocol):
           tail_start: as in `tags.parse_turn`.
           ended: whether a stop token follows the text.
         """
-        ...
 
+    @abstractmethod
     def write_calls(self, calls: Sequence[Call]) -> str:
         """The text of calls, without the thought before them."""
-        ...
 
-    def encode_reply(self, text: str, calls: bool) -> list[int]:
-        """Token ids of a complete turn, as a rollout would have sampled them; `calls`: whether it has calls."""
-        ...
-
+    @abstractmethod
     def observe(
         self, calls: Sequence[Call], results: Rankings, budget: int | None = None, ended: bool = True
     ) -> Observation:
@@ -72,35 +84,24 @@ class Dialect(Protocol):
           budget: the most tokens, at least `min_budget`; default: `obs_tokens`.
           ended: whether the turn ends with a stop token.
         """
-        ...
 
+    @abstractmethod
     def correct(self, ended: bool) -> list[int]:
         """What follows a turn without an action, at most the budget of an observation."""
-        ...
 
-    @property
+    @cached_property
+    @abstractmethod
     def min_budget(self) -> int:
         """The smallest budget that holds the frame of every observation and correction."""
-        ...
 
 
 @dataclass(frozen=True)
-class Tags:
-    """The published dialect (text/tags.py).
-
-    Args:
-      obs_tokens: the budget of an observation.
-      max_calls: of one turn.
-      encode: text to token ids, never a control token; default: the tokenizer's `encode_foreign`.
-    """
+class Tags(Dialect):
+    """The published dialect (text/tags.py)."""
 
     stops: ClassVar[Mapping[str, str]] = {tags.SEARCH_CLOSE: "search", tags.ANSWER_CLOSE: "answer"}
     corrective: ClassVar[str] = tags.CORRECTIVE_MESSAGE.strip()
-
-    tokenizer: Tokenizer
-    obs_tokens: int
-    max_calls: int = tags.MAX_SUB_QUERIES
-    encode: Callable[[str], list[int]] | None = None
+    ends_calls: ClassVar[bool] = False
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return self.tokenizer.chat(messages)
@@ -111,15 +112,11 @@ class Tags:
     def write_calls(self, calls: Sequence[Call]) -> str:
         return tags.write_calls(calls)
 
-    def encode_reply(self, text: str, calls: bool) -> list[int]:
-        ids = self.encode(text) if self.encode else self.tokenizer.encode_reply(text)
-        return ids if calls else [*ids, self.tokenizer.reply_stop]
-
     def observe(
         self, calls: Sequence[Call], results: Rankings, budget: int | None = None, ended: bool = True
     ) -> Observation:
-        encode = self.encode or self.tokenizer.encode_foreign
-        return tags.render_observation([call.text for call in calls], results, encode, budget or self.obs_tokens)
+        queries = [call.text for call in calls]
+        return tags.render_observation(queries, results, self.encode_foreign, budget or self.obs_tokens)
 
     def correct(self, ended: bool) -> list[int]:
         return list(self._corrections[ended])
@@ -136,22 +133,18 @@ class Tags:
 
 
 @dataclass(frozen=True)
-class ToolCalls:
+class ToolCalls(Dialect):
     """Native tool calls (text/tool_calls.py): a turn ends with a stop token, and results are messages of tools.
 
-    Args:
-      obs_tokens, max_calls, encode: as in `Tags`.
+    Args (in addition to those of `Dialect`):
       schemas: of the tools, as the chat template takes them.
     """
 
     # A model that begins a result itself is stopped there.
     stops: ClassVar[Mapping[str, str]] = {tool_calls.RESPONSE_OPEN: "search", tags.ANSWER_CLOSE: "answer"}
     corrective: ClassVar[str] = tool_calls.CORRECTIVE_MESSAGE
+    ends_calls: ClassVar[bool] = True
 
-    tokenizer: Tokenizer
-    obs_tokens: int
-    max_calls: int = tags.MAX_SUB_QUERIES
-    encode: Callable[[str], list[int]] | None = None
     schemas: Sequence[Mapping[str, Any]] = ()
     _frames: dict[int, list[list[int]]] = field(default_factory=dict)  # by the number of results
 
@@ -165,17 +158,12 @@ class ToolCalls:
     def write_calls(self, calls: Sequence[Call]) -> str:
         return tool_calls.write_calls(calls)
 
-    def encode_reply(self, text: str, calls: bool) -> list[int]:
-        ids = self.encode(text) if self.encode else self.tokenizer.encode_reply(text)
-        return [*ids, self.tokenizer.reply_stop]
-
     def observe(
         self, calls: Sequence[Call], results: Rankings, budget: int | None = None, ended: bool = True
     ) -> Observation:
         frame, stop = self._frame(len(calls)), [] if ended else [self.tokenizer.reply_stop]
         left = (budget or self.obs_tokens) - len(stop) - sum(map(len, frame))
-        encode = self.encode or self.tokenizer.encode_foreign
-        blocks, shown = tags.render_blocks([None] * len(calls), results, encode, max(0, left))
+        blocks, shown = tags.render_blocks([None] * len(calls), results, self.encode_foreign, max(0, left))
         pieces = [*frame[:1], *(piece for pair in zip(blocks, frame[1:], strict=True) for piece in pair)]
         return Observation(stop + [i for piece in pieces for i in piece], shown)
 
