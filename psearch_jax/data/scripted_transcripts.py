@@ -1,9 +1,9 @@
 """Scripted transcripts over real passages: a cold start that teaches the grammar but not the strategy.
 
 Whether the facts of a question are searched at once or step by step is decided by `Alternation`, in the same shares
-for every kind. The retrieved facts are stated, and dates compared one after another. The first thought lists the
-entities and relations of the question in a form that is drawn without regard to its kind. Some transcripts begin with
-a search that finds nothing, which the loss leaves out, and a better one.
+for every kind. The retrieved facts are stated, or compared one after another. The first thought lists the entities
+and relations of the question in a form that is drawn without regard to its kind. Some transcripts begin with a search
+that finds nothing, which the loss leaves out, and a better one.
 
 A question is used only if the observations, which may be cut, state every fact, with the first search split and
 without: otherwise some kinds would be split more often among the questions that are kept.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from psearch_jax.data.transcripts import TranscriptTurn
-from psearch_jax.text.answers import normalise
+from psearch_jax.text.answers import contains_words, normalise
 from psearch_jax.text.evidence import Rounds, Triple, is_stated, rounds_of
 from psearch_jax.text.tags import MAX_SUB_QUERIES, SEPARATOR, split_sub_queries, write_calls
 from psearch_jax.types import KINDS, Call, Question, pair_calls
@@ -33,7 +33,7 @@ PLANS = (
     "It is about {names}; wanted: {relations}.",
 )
 FACTS = ("{0.entity}: {0.relation} {0.value}.", "The {0.relation} of {0.entity} is {0.value}.")
-COMPARISONS = ("Compared: {dates}.", "One after another: {dates}.")
+COMPARISONS = ("Compared by {relation}: {compared}.", "By {relation}, one after another: {compared}.")
 CONCLUSIONS = ("So the answer is {answer}.", "The answer is {answer}.", "That gives {answer}.")
 CORRECTIONS = ("That does not show it. I search again.", "Nothing useful here, so I try other words.")
 
@@ -97,7 +97,9 @@ class TranscriptWriter:
             turns.append(turn)
             thought = wording.state(facts)
         if len(rounds[-1]) > 1:  # the facts to compare may come from several searches
-            thought = wording.state(searches[-1][1], rounds[-1], _compared(rounds, question.answers[0]))
+            compared = compare(rounds[-1], _entity_of(rounds, question.answers[0]), question.text)
+            relation = rounds[-1][0].relation
+            thought = wording.comparison.format(relation=relation, compared=compared) if compared else thought
         answer = question.answers[0]
         last = f"<think>{thought} {wording.conclusion.format(answer=answer)}</think>\n<answer>{answer}</answer>"
         return [*turns, TranscriptTurn(last)]
@@ -142,17 +144,28 @@ class Wording:
         asked = dict.fromkeys(triple.relation for r in rounds for triple in r)
         return self.first.format(names=", ".join(named), relations=", ".join(asked))
 
-    def state(self, facts: Sequence[Triple], compared: Sequence[Triple] = (), answer: str = "") -> str:
-        """The facts, and a comparison of the dates of `compared`, if these are dates, which ends with `answer`."""
-        stated = [self.fact.format(fact) for fact in facts]
-        if all(fact.date for fact in compared) and answer in [fact.entity for fact in compared]:
-            stated.append(self.comparison.format(dates=compare_dates(compared, answer)))
-        return " ".join(stated)
+    def state(self, facts: Sequence[Triple]) -> str:
+        return " ".join(self.fact.format(fact) for fact in facts)
 
 
-def _compared(rounds: Rounds, answer: str) -> str:
+def _entity_of(rounds: Rounds, answer: str) -> str:
     """The entity that decides a comparison: the answer, or the value of its fact in an earlier round."""
     return next((fact.value for r in rounds[:-1] for fact in r if fact.entity == answer), answer)
+
+
+def compare(facts: Sequence[Triple], entity: str, question: str) -> str:
+    """The facts one after another: dates with the best so far, other values with the one that the question names.
+
+    Empty if none of the facts is about `entity`, or if neither is possible.
+    """
+    value = next((fact.value for fact in facts if fact.entity == entity), "")
+    if value and all(fact.date for fact in facts):
+        return compare_dates(facts, entity)
+    if value and contains_words(normalise(question), normalise(value)):
+        return f"wanted {value}; " + "; ".join(
+            f"{fact.entity} {fact.value}, {'yes' if fact.value == value else 'no'}" for fact in facts
+        )
+    return ""
 
 
 def compare_dates(facts: Sequence[Triple], answer: str) -> str:
