@@ -117,6 +117,7 @@ setup(
         "orjson>=3.10",
         "jsonschema>=4.20",  # checks the arguments of tools
         "python-dateutil>=2.9",
+        "simpleeval>=1.0",  # the calculator
         "pydantic>=2.10",  # parses the requests of the servers and describes them
         "tenacity>=9",
         "starlette>=0.40",

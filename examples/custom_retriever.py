@@ -1,35 +1,26 @@
-"""Trains with your own retriever; here one that finds passages by the words of their titles.
+"""A retriever of your own; here one that finds passages by the words of their titles.
 
-    python examples/custom_retriever.py --config=configs/qwen1p5b.py --config.model.path=MODEL \\
-        --config.data.source=questions.jsonl --corpus=corpus.jsonl --workdir=runs/titles
+    python launch/train.py --config=configs/qwen0p5b_cpu.py --config.model.path=MODEL \\
+        --config.data.source=data/questions.jsonl --config.retrieval.corpus=data/corpus.jsonl \\
+        --config.retrieval.service=examples/custom_retriever.py:TitleRetriever --workdir=runs/titles
 
-Takes any file of configs/ and any `--config.SECTION.FIELD=VALUE`, like launch/train.py.
+`launch/eval.py`, `launch/ask.py` and the servers use it as well, from the config of the run.
 """
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
-from ml_collections import config_flags
-
-from psearch_jax.assembly import build
-from psearch_jax.config import from_mapping
-from psearch_jax.runtime import cli
-from psearch_jax.train import trainer
+from psearch_jax.config import RetrievalSection
 from retrieval.protocol import Passage
-
-CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
-CORPUS = flags.DEFINE_string("corpus", None, "A file of rows with id, title and text.")
-WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
-flags.mark_flags_as_required(["config", "corpus", "workdir"])
 
 
 class TitleRetriever:
     """Returns the passages whose title shares a word with the query."""
 
-    def __init__(self, corpus: Path):
-        rows = map(json.loads, corpus.read_bytes().splitlines())
+    def __init__(self, section: RetrievalSection):
+        """`section`: the fields of `config.retrieval`; this one uses `corpus`."""
+        rows = map(json.loads, Path(section.corpus).read_bytes().splitlines())
         self._passages = [Passage(row["id"], row["title"], row["text"]) for row in rows]
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
@@ -46,14 +37,3 @@ class TitleRetriever:
 
     def _matches(self, words: set[str]) -> list[Passage]:
         return [passage for passage in self._passages if words & set(passage.title.lower().split())]
-
-
-def main(_: list[str]) -> None:
-    cli.configure_jax()
-    config = from_mapping(CONFIG.value.to_dict())
-    run = build.training_run(config, retriever=TitleRetriever(Path(CORPUS.value)))
-    trainer.train(run, WORKDIR.value)
-
-
-if __name__ == "__main__":
-    cli.run(main)

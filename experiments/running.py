@@ -26,7 +26,7 @@ from experiments.words import accuracy_by_words
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, file_name
 from psearch_jax.eval.evaluate import read_scores
 from psearch_jax.eval.scores import Score, group_by_kind, summarise
-from psearch_jax.runtime.paths import TOY_POLICY, read_json, write_atomically
+from psearch_jax.runtime.paths import TOYS, read_json, write_atomically
 from psearch_jax.train.checkpointing.settings import WEIGHTS, hash_files
 from psearch_jax.types import UserError
 
@@ -274,7 +274,7 @@ def write_rollouts(rows: Path, to: Path) -> None:
 
 
 def cold_start_digest(policy: str) -> str:
-    directory = TOY_POLICY if policy == "toy" else Path(policy)
+    directory = TOYS["toy"] if policy == "toy" else Path(policy)
     if not directory.is_dir():
         raise UserError(f"--policies={policy}: not found, accepted: toy, or a directory that launch/sft.py made")
     return hash_files(directory, WEIGHTS)[:16]

@@ -81,7 +81,7 @@ def _train_toy(values: dict[str, Any], workdir: Path, stop: StopRequest) -> dict
 
     config = from_mapping(values, cold_start.ToySFTConfig)
     make_writable(workdir)
-    write_tokenizer(workdir / "tokenizer")
+    write_tokenizer(workdir / "tokenizer", config.dialect)
     tokenizer = Tokenizer.load(workdir / "tokenizer")
     rows = cold_start.make_rows(config, tokenizer, RetrievalService.from_corpus)
     for skill, members in rows.items():

@@ -43,7 +43,7 @@ def validate(config: Config, training: bool = True) -> None:
         f"rollout: prompt_tokens={r.prompt_tokens} must be below context_tokens={r.context_tokens}",
     )
     _require(
-        not r.tools or (r.dialect == "tool_calls" and r.search_turns),
+        not r.tools or (r.dialect != "tags" and r.search_turns),
         f"rollout.tools={r.tools}: found with dialect={r.dialect} and search_turns={r.search_turns}, accepted with "
         "dialect=tool_calls and search_turns of at least 1",
     )

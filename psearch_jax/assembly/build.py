@@ -22,7 +22,7 @@ from psearch_jax.assembly.policies import (
 )
 from psearch_jax.assembly.programs import make_sampler
 from psearch_jax.assembly.questions import load_questions, make_world
-from psearch_jax.assembly.tools import describe_tools, make_dialect, make_tools
+from psearch_jax.assembly.tools import describe_dialect, describe_tools, make_dialect, make_tools
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.config import Config, DecoderConfig, Method, with_method
 from psearch_jax.data.loader import QuestionLoader
@@ -39,6 +39,7 @@ from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.runtime import progress
 from psearch_jax.runtime.cli import read_token
+from psearch_jax.runtime.own_code import find_source, load_object
 from psearch_jax.sharding import (
     STORAGE,
     attach_shardings,
@@ -243,7 +244,7 @@ def _describe_inputs(
 ) -> dict[str, tuple[str, str]]:
     """For each field with `Resume.SAME_CONTENT`, the path it names and a fingerprint of the content."""
     data, index, corpus = config.data, config.retrieval.index, config.retrieval.corpus
-    scripted = config.train.scripted
+    scripted, service = config.train.scripted, config.retrieval.service
     template = "" if data.prompts_in_rows else load_template(data.template)
     return describe_policy(config.model, parts.path, parts.tokenizer) | {
         "data.source": (data.source, questions),
@@ -251,6 +252,8 @@ def _describe_inputs(
         "data.template": (data.template, settings.hash_texts(template)),
         "retrieval.index": (index, settings.hash_files(index, ("**/manifest.json",)) if index else ""),
         "retrieval.corpus": (corpus, settings.hash_files(corpus) if corpus else ""),
+        "retrieval.service": (service, settings.hash_files(find_source(service)) if service else ""),
+        "rollout.dialect": describe_dialect(config.rollout),
         "rollout.tools": describe_tools(config.rollout, parts.collector.tools),
         "train.scripted": (scripted, settings.hash_files(scripted) if scripted else ""),
         "reward.terms": (config.reward.terms, settings.hash_texts(*(term.identity for term in terms))),
@@ -280,6 +283,8 @@ def make_retriever(config: Config, world: ClosedWorld | None, retry_deadline_s: 
     """
     section = config.retrieval
     retry_deadline_s = section.retry_deadline_s if retry_deadline_s is None else retry_deadline_s
+    if section.service:
+        return load_object(section.service, "config.retrieval.service")[0](section)
     if section.url:
         from retrieval.remote.client import HttpRetriever
 

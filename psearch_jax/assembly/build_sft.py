@@ -15,12 +15,12 @@ from psearch_jax.assembly.policies import (
     load_weights,
     with_adapter_shape,
 )
-from psearch_jax.assembly.tools import make_dialect, make_tools
+from psearch_jax.assembly.tools import describe_dialect, make_dialect, make_tools
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.transcripts import Row, read_rows
 from psearch_jax.limits import validate
 from psearch_jax.models import hf
-from psearch_jax.runtime.paths import packaged
+from psearch_jax.runtime.paths import TOYS, packaged
 from psearch_jax.sft import learner
 from psearch_jax.sft.trainer import SupervisedRun
 from psearch_jax.sharding import make_mesh
@@ -40,7 +40,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     user_config, config = config, with_adapter_shape(with_method(config))
     validate(config, training=False)
     section, m = config.sft, config.model
-    path = packaged(m.path) if m.path in ("toy", "") else hf.resolve(m.path)
+    path = packaged(m.path) if m.path in ("", *TOYS) else hf.resolve(m.path)
     if not (m.tokenizer or path):
         raise UserError(
             "config.model.path: found '', accepted: the weights to train, or config.model.tokenizer with random ones"
@@ -77,6 +77,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     )
     first = init_adapters(config, model, mesh) if m.lora else params
     contents = describe_policy(m, path, tokenizer) | {
+        "rollout.dialect": describe_dialect(config.rollout),
         "data.template": (config.data.template, settings.hash_texts(template or "")),
         "transcripts": (transcripts, learner.hash_rows(rows)),
     }

@@ -10,7 +10,7 @@ from psearch_jax.config import Config, DecoderConfig
 from psearch_jax.data.prepared import location_exists
 from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.runtime import hub
-from psearch_jax.runtime.paths import is_remote, on_disk, packaged
+from psearch_jax.runtime.paths import TOYS, is_remote, on_disk, packaged
 from psearch_jax.sharding import check_heads, check_rows
 from psearch_jax.types import UserError
 from retrieval.protocol import Retriever
@@ -27,7 +27,7 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
     lines = []
     models = {"model.path": model.path, "learning.teacher": config.learning.teacher if training else ""}
     for name, path in models.items():
-        if path not in ("", "toy") and not is_remote(path) and not _exists_here_or_on_hub(path):
+        if path not in ("", *TOYS) and not is_remote(path) and not _exists_here_or_on_hub(path):
             lines.append(
                 f"config.{name}={path}: neither a directory nor a reachable hub id; get it with "
                 f"`hf download {path} --local-dir=DIR` and set --config.{name}=DIR"

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict, config_flags
 from psearch_jax.config import Config, Method, defaults, from_mapping, to_mapping, with_method
 from psearch_jax.limits import MAX_TEMPERATURE
 from psearch_jax.runtime import cli, hub
-from psearch_jax.runtime.paths import is_remote
+from psearch_jax.runtime.paths import TOYS, is_remote
 from psearch_jax.types import UserError
 
 DEFAULTS = str(Path(defaults.__file__))  # for cli.run: fields can be set without a config file
@@ -75,7 +75,7 @@ def config(model: str, default: Config = Config()) -> Config:  # noqa: B008 (fro
         passages, or a field has a value that is not accepted.
     """
     path = Path(model)
-    if model != "toy" and not is_remote(model) and not path.exists() and path.parent.is_dir():
+    if model not in TOYS and not is_remote(model) and not path.exists() and path.parent.is_dir():
         if not hub.reachable(model):  # reported before other missing flags
             raise UserError(f"--model={model}: there is no such directory")
     from psearch_jax.train.checkpointing.run_config import has_checkpoints, load_run_config
@@ -158,7 +158,7 @@ def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
       UserError: no passages to search, or more than one flag names passages.
     """
     default = Config()
-    if flags.FLAGS.model == "toy":
+    if flags.FLAGS.model in TOYS:
         sys.path.insert(0, str(root))
         default = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
     base = config(model(), default)

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Sequence
 
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
-from psearch_jax.closed_world.question_forms import kind_counts, questions
+from psearch_jax.closed_world.question_forms import calculated_forms, kind_counts, questions
 from psearch_jax.config import Config, best_metric
 from psearch_jax.data.held_out import hold_out, pick
 from psearch_jax.data.prepared import count_kinds, find_overlap, open_questions
-from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, closed_world_benchmark
+from psearch_jax.eval.benchmarks import CLOSED_WORLD, PAIRS, TOOLS, closed_world_benchmark
 from psearch_jax.rl.rewards import never_pays_for_splitting
+from psearch_jax.rollout.calculator import CALCULATOR
 from psearch_jax.types import KINDS, Kind, Question, UserError
 
 log = logging.getLogger("psearch_jax")
@@ -56,7 +57,8 @@ def load_questions(config: Config, world: ClosedWorld | None) -> tuple[Sequence[
         return train, asked
     train = training_questions(config, world)
     count = config.eval.questions_per_kind
-    return train, [q for name in (PAIRS, *KINDS) for q in closed_world_benchmark(world, name, count)] if count else []
+    names = (PAIRS, *KINDS, *(TOOLS if _has_calculator(config) else ()))
+    return train, [q for name in names for q in closed_world_benchmark(world, name, count)] if count else []
 
 
 def check_best_metric(config: Config, asked: Sequence[Question]) -> None:
@@ -71,7 +73,19 @@ def check_best_metric(config: Config, asked: Sequence[Question]) -> None:
 
 
 def training_questions(config: Config, world: ClosedWorld) -> list[Question]:
-    """The closed world's training questions, in the proportions of `WORLD_SHARES`."""
-    data = config.data
-    counts = kind_counts(data.world_questions, WORLD_SHARES)
-    return [q for kind, count in counts.items() for q in questions(world, "train", kind, count, data.world_seed)]
+    """The closed world's training questions, in the proportions of `WORLD_SHARES`.
+
+    With the calculator among the tools, half of the parallel and half of the sequential questions need it.
+    """
+    data, made = config.data, list[Question]()
+    calculator = _has_calculator(config)
+    for kind, count in kind_counts(data.world_questions, WORLD_SHARES).items():
+        forms = calculated_forms(kind) if calculator else []
+        half = count // 2 if forms else 0
+        made += questions(world, "train", kind, count - half, data.world_seed)
+        made += questions(world, "train", kind, half, data.world_seed, forms) if half else []
+    return made
+
+
+def _has_calculator(config: Config) -> bool:
+    return CALCULATOR.name in map(str.strip, config.rollout.tools.split(","))

@@ -11,15 +11,16 @@ from psearch_jax.config import Config, RolloutSection
 from psearch_jax.rollout.calculator import CALCULATOR
 from psearch_jax.rollout.mcp_tools import open_server
 from psearch_jax.rollout.tools import SEARCH_SCHEMA, Tool, from_function
-from psearch_jax.runtime.own_code import load_module
+from psearch_jax.runtime.own_code import find_source, load_object
 from psearch_jax.text.dialects import Dialect, Tags, ToolCalls
 from psearch_jax.text.prompts import load_template
 from psearch_jax.text.tags import SEARCH_OPEN
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.train.checkpointing.settings import hash_texts
+from psearch_jax.train.checkpointing.settings import hash_files, hash_texts
 from psearch_jax.types import SEARCH, UserError
 
 FIELD = "config.rollout.tools"
+_DIALECTS: dict[str, type[Dialect]] = {"tags": Tags, "tool_calls": ToolCalls}
 
 
 def make_tools(section: RolloutSection) -> list[Tool]:
@@ -55,28 +56,32 @@ def describe_tools(section: RolloutSection, tools: Sequence[Tool]) -> tuple[str,
 
 
 def _own_tool(spec: str) -> Tool:
-    source, _, name = spec.rpartition(":")
-    module, digest = load_module(source, FIELD)
-    value = getattr(module, name, None)
+    value, digest = load_object(spec, FIELD)
     if isinstance(value, Tool) or inspect.isfunction(value):
         return replace(value if isinstance(value, Tool) else from_function(value), identity=digest)
-    raise UserError(f"{FIELD}: {source} has no function or Tool {name!r}, accepted: the name of one")
+    raise UserError(f"{FIELD}: {spec} is neither a function nor a Tool, accepted: the name of one")
 
 
 def make_dialect(config: Config, tokenizer: Tokenizer, tools: Sequence[Tool] = ()) -> Dialect:
     """The dialect that a config names.
 
     Raises:
-      UserError: the prompt template explains another dialect.
+      UserError: the prompt template explains another dialect, or a user's dialect cannot be loaded.
     """
-    section, limit = config.rollout, config.retrieval.max_sub_queries
-    if section.dialect == "tags":
-        return Tags(tokenizer, section.obs_tokens, limit)
-    name = config.data.template
-    if not config.data.prompts_in_rows and SEARCH_OPEN in load_template(name):
+    section, name = config.rollout, config.data.template
+    made = _DIALECTS.get(section.dialect) or load_object(section.dialect, "config.rollout.dialect")[0]
+    if not (isinstance(made, type) and issubclass(made, Dialect)):
+        raise UserError(f"config.rollout.dialect={section.dialect}: no Dialect found, accepted: a class of that kind")
+    if made is ToolCalls and not config.data.prompts_in_rows and SEARCH_OPEN in load_template(name):
         raise UserError(
             f"config.data.template={name}: explains {SEARCH_OPEN}, accepted with rollout.dialect=tool_calls: "
             "tool_calls, or a file of your own"
         )
     schemas = [SEARCH_SCHEMA] * (section.search_turns > 0) + [tool.schema for tool in tools]
-    return ToolCalls(tokenizer, section.obs_tokens, limit, schemas=schemas)
+    return made(tokenizer, section.obs_tokens, config.retrieval.max_sub_queries, schemas=schemas)
+
+
+def describe_dialect(section: RolloutSection) -> tuple[str, str]:
+    """What `rollout.dialect` names, and a fingerprint: the name, or the SHA-256 of a user's file."""
+    named = section.dialect
+    return named, named if named in _DIALECTS else hash_files(find_source(named))

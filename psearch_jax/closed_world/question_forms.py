@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED, YEAR_OF, ClosedWorld, Entity, Split
+from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED, YEAR_OF, YEARS, ClosedWorld, Entity, Split
 from psearch_jax.closed_world.names import head
 from psearch_jax.closed_world.wordings import FORMS, fill_wording, join_names
 from psearch_jax.types import KINDS, Kind, Question, UserError
@@ -20,8 +20,10 @@ SIZES = {2: 0.5, 3: 0.3, 4: 0.2}
 LARGEST = 8
 KNOWN_ENTITIES = 20
 ATTEMPTS = 200  # to find entities for two relations, before others are drawn
+CALCULATION = "calculation"  # the attribute of a look-up that the calculator makes
+MOST_YEARS = 30  # between two years of a calculation
 
-Lookup = tuple[str, str, str]  # attribute, subject, value
+Lookup = tuple[str, str, str]  # attribute, subject, value; or CALCULATION, an expression, its value
 
 _OWNER = {attribute: kind for kind, attributes in ATTRIBUTES.items() for attribute in attributes}
 _VALUE = {attribute: value for attributes in ATTRIBUTES.values() for attribute, value in attributes.items()}
@@ -264,6 +266,64 @@ def _same_year(asker: Asker, hops: int) -> QuestionFacts | None:
     return QuestionFacts([[*first, _year_lookup(other)], *later], fills, answer, [], str(_year(other)))
 
 
+def _draw_sum(asker: Asker, end: int) -> tuple[int, Lookup] | None:
+    """A number of years, and the sum of a year and that number, which is `end`; None if there is none."""
+    number = 2 + int(asker.rng.integers(MOST_YEARS - 1))
+    start = end - number
+    return (number, (CALCULATION, f"{start} + {number}", str(end))) if start in YEARS else None
+
+
+def _sum_is(asker: Asker) -> QuestionFacts | None:
+    entity = asker.draw_entity()
+    end = _year(entity) if asker.flip() else int(asker.pick(YEARS))
+    if drawn := _draw_sum(asker, end):
+        number, lookup = drawn
+        fills = {"A": entity.name, "v": HAPPENED[entity.kind], "n": str(number), "Y": str(end - number)}
+        answer = "yes" if _year(entity) == end else "no"
+        return QuestionFacts([[_year_lookup(entity), lookup]], fills, answer, [], str(end))
+    return None
+
+
+def _sum_which(asker: Asker) -> QuestionFacts | None:
+    kind = asker.draw_kind()
+    facts = _owner_of(asker, kind, YEAR_OF[kind], most=3)
+    drawn = _draw_sum(asker, int(facts.sought)) if facts else None
+    if facts is None or drawn is None:
+        return None
+    number, lookup = drawn
+    fills = {"v": HAPPENED[kind], "n": str(number), "Y": str(int(facts.sought) - number)}
+    return QuestionFacts([[*facts.rounds[0], lookup]], fills, facts.answer, facts.options, facts.sought)
+
+
+def _after(asker: Asker) -> QuestionFacts | None:
+    entity, number = asker.draw_entity(), 2 + int(asker.rng.integers(MOST_YEARS - 1))
+    end = _year(entity) + number
+    if end not in YEARS:
+        return None
+    rounds = [[_year_lookup(entity)], [(CALCULATION, f"{_year(entity)} + {number}", str(end))]]
+    return QuestionFacts(rounds, {"A": entity.name, "v": HAPPENED[entity.kind], "n": str(number)}, str(end), [])
+
+
+def _until(asker: Asker) -> QuestionFacts | None:
+    entity = asker.draw_entity()
+    end = int(asker.pick(YEARS))
+    fills = {"A": entity.name, "v": HAPPENED[entity.kind], "Y": str(end)}
+    return _difference([[_year_lookup(entity)]], fills, _year(entity), end)
+
+
+def _between(asker: Asker) -> QuestionFacts | None:
+    first, second = asker.draw_entity(), asker.draw_entity()
+    fills = {"A": first.name, "v": HAPPENED[first.kind], "B": second.name, "w": HAPPENED[second.kind]}
+    return _difference([[_year_lookup(first), _year_lookup(second)]], fills, _year(first), _year(second))
+
+
+def _difference(rounds: list[list[Lookup]], fills: dict[str, str], start: int, end: int) -> QuestionFacts | None:
+    if not 2 <= end - start <= MOST_YEARS:
+        return None
+    answer = str(end - start)
+    return QuestionFacts([*rounds, [(CALCULATION, f"{end} - {start}", answer)]], fills, answer, [])
+
+
 _DRAWS: dict[str, Callable[[Asker], QuestionFacts | None]] = {
     "first": _first,
     "has": _has,
@@ -281,6 +341,11 @@ _DRAWS: dict[str, Callable[[Asker], QuestionFacts | None]] = {
     "is": partial(_confirm_end, hops=1),
     "first_of": _first_of,
     "year_of": partial(_same_year, hops=1),
+    "sum_is": _sum_is,
+    "sum_which": _sum_which,
+    "after": _after,
+    "until": _until,
+    "between": _between,
 }
 
 
@@ -295,6 +360,11 @@ def kind_counts(total: int, shares: dict[Kind, float]) -> dict[Kind, int]:
     for kind, share in shares.items():
         counts[kind] = min(round(total * share), total - sum(counts.values()))
     return counts | {"single": total - sum(counts.values())}
+
+
+def calculated_forms(kind: Kind) -> list[str]:
+    """The forms of a kind whose questions need the calculator."""
+    return [name for name, form in FORMS.items() if form.kind == kind and form.calculated]
 
 
 def questions(
@@ -314,7 +384,8 @@ def questions(
     the EM of a random guess among the possible answers.
 
     Args:
-      forms: names in `wordings.FORMS`; default: all of the kind (`train`: only trained ones), sampled by their shares.
+      forms: names in `wordings.FORMS`, sampled by their shares; default: all of the kind that need no calculator
+        (`train`: only trained ones).
       sizes: number of entities that a question compares -> frequency; default `SIZES`.
       held_out_wordings: use only wordings that no training question has.
 
@@ -323,8 +394,8 @@ def questions(
     """
     if split not in ("train", "eval") or kind not in KINDS:
         raise UserError(f"closed world: no questions of split {split!r}, kind {kind!r} (train|eval; {KINDS})")
-    chosen = [name for name, form in FORMS.items() if form.kind == kind and (split == "eval" or form.trained)]
-    chosen = list(forms) or chosen
+    of_kind = {name: form for name, form in FORMS.items() if form.kind == kind and not form.calculated}
+    chosen = list(forms) or [name for name, form in of_kind.items() if split == "eval" or form.trained]
     if any(FORMS[name].kind != kind for name in chosen):
         raise UserError(f"closed world: forms {', '.join(chosen)} are not of kind {kind!r}")
     rng = np.random.default_rng([world.seed, seed, 0x02, KINDS.index(kind), split == "eval", held_out_wordings])

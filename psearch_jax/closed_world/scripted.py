@@ -10,26 +10,27 @@ facts next to each other, and the answer follows from it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED
+from psearch_jax.closed_world.question_forms import CALCULATION, Lookup
 from psearch_jax.data.transcripts import Row, TranscriptTurn, encode_transcript
-from psearch_jax.text.dialects import Tags
+from psearch_jax.rollout.calculator import CALCULATOR
+from psearch_jax.rollout.tools import Toolbox
+from psearch_jax.text.dialects import Dialect, Tags
 from psearch_jax.text.prompts import load_template, render_prompt
-from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import Question
-from retrieval.protocol import Retriever
+from psearch_jax.types import SEARCH, Call, Question
 
 OBSERVATION_TOKENS = 144  # as in configs/smoke.py
 # The words of the teacher's thoughts, besides attributes, names and years.
 SCRIPT_WORDS = tuple("named asked of next again found guess known vs least so yes no".split())
-# What a question asks for: attributes, and the events of years.
-_ASKED = re.compile("|".join([*(a for of in ATTRIBUTES.values() for a in of), *HAPPENED.values()]))
+# What a question asks for: attributes, the events of years, and what is calculated.
+_ASKED = re.compile("|".join([*(a for of in ATTRIBUTES.values() for a in of), *HAPPENED.values(), r"\d+ years|years"]))
 
 
 @dataclass(frozen=True)
@@ -47,19 +48,20 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Step:
-    """One scripted turn: the reasoning (None: left out), then the search, or the answer if there are no queries."""
+    """One scripted turn: the reasoning (None: left out), then the calls, or the answer if there are none."""
 
     thought: str | None
-    queries: tuple[str, ...] = ()
+    calls: tuple[Call, ...] = ()
     answer: str = ""
 
-    @property
-    def text(self) -> str:
-        """The turn as the policy writes it."""
+    def write(self, dialect: Dialect) -> str:
+        """The turn as the policy writes it, with a space after each tag: tokens include the space before them."""
         thought = "" if self.thought is None else f"<think> {self.thought} </think> "
-        if self.queries:
-            return f"{thought}<search> {' ## '.join(self.queries)} </search>"
-        return f"{thought}<answer> {self.answer} </answer>"
+        if not self.calls:
+            return f"{thought}<answer> {self.answer} </answer>"
+        if isinstance(dialect, Tags):
+            return f"{thought}<search> {' ## '.join(call.text for call in self.calls)} </search>"
+        return thought + dialect.write_calls(self.calls)
 
 
 def first_thought(question: Question) -> str:
@@ -70,18 +72,25 @@ def first_thought(question: Question) -> str:
     return f"named {' ; '.join(named)} asked {' ; '.join(_ASKED.findall(question.text))}"
 
 
-def query_all_at_once(question: Question) -> tuple[str, ...]:
-    """The queries of a teacher that takes all facts for independent, one per look-up of the first round and per round.
+def call_all_at_once(question: Question) -> tuple[Call, ...]:
+    """The calls of a teacher that takes all facts for independent, one per look-up of the first round and per round.
 
-    The first subject takes the place of subjects that are not known yet.
+    The first subject takes the place of subjects that are not known yet, also in a calculation.
     """
     first, *later = question.metadata["rounds"]
-    return (*map(word_query, first), *(f"{r[0][0]} of {first[0][1]}" for r in later))
+    calls = [word_call(lookup) for lookup in first]
+    for (attribute, subject, value), *_ in later:
+        for _, known, found in first if attribute == CALCULATION else ():
+            subject = subject.replace(found, known)
+        calls.append(word_call((attribute, subject if attribute == CALCULATION else first[0][1], value)))
+    return tuple(calls)
 
 
-def word_query(lookup: Sequence[str]) -> str:
-    """The query for one fact, from (attribute, subject, value)."""
-    return f"{lookup[0]} of {lookup[1]}"
+def word_call(lookup: Lookup | Sequence[str]) -> Call:
+    """The call for one fact, from (attribute, subject, value)."""
+    if lookup[0] == CALCULATION:
+        return Call(CALCULATOR.name, json.dumps({"expression": f" {lookup[1]}"}))
+    return Call(SEARCH, f"{lookup[0]} of {lookup[1]}")
 
 
 def conclude(question: Question) -> str:
@@ -91,7 +100,7 @@ def conclude(question: Question) -> str:
     answer = question.answers[0]
     if form in ("first", "first_of"):
         return f"found {find_least(list(zip(options, values, strict=True)))} so {answer}"
-    if form in ("has", "shares"):
+    if form in ("has", "shares", "sum_which"):
         # The options in order, up to the one with the sought value.
         tried = options[: options.index(answer) + 1]
         compared = [f"{name} {value} {compare(value, sought)}" for name, value in zip(tried, values)]  # noqa: B905
@@ -132,42 +141,42 @@ def plan(question: Question, rng: np.random.Generator, mixture: Mixture, turns: 
     end = Step(conclude(question), answer=question.answers[0])
     if rng.random() < mixture.guess:
         end = guess(question, rng)
-    steps = [Step(first_thought(question), _first_search(question, rng, mixture))]
-    split = len(steps[0].queries) > 1
+    steps = [Step(first_thought(question), _first_calls(question, rng, mixture))]
+    split = len(steps[0].calls) > 1
     if split and len(rounds) > 1 and rng.random() > mixture.recover:
         return _forget_thought([*steps, guess(question, rng)], rng, mixture)
     if not split:
         for (_, _, value), lookup in zip(rounds[0], rounds[0][1:]):  # noqa: B905
-            steps.append(Step(f"found {value} next", (word_query(lookup),)))
+            steps.append(Step(f"found {value} next", (word_call(lookup),)))
     for before, after in zip(rounds, rounds[1:]):  # noqa: B905
         thought = f"found {' ; '.join(value for _, _, value in before)} next"
         if split:
-            steps.append(Step(thought, tuple(map(word_query, after))))
+            steps.append(Step(thought, tuple(map(word_call, after))))
             continue
         for i, lookup in enumerate(after):
-            steps.append(Step(thought if i == 0 else f"found {after[i - 1][2]} next", (word_query(lookup),)))
+            steps.append(Step(thought if i == 0 else f"found {after[i - 1][2]} next", (word_call(lookup),)))
     if rng.random() < mixture.hasty:
         steps, end = steps[:1], guess(question, rng)
     elif len(steps) < turns and rng.random() < mixture.redundant:
-        steps.append(Step("again", steps[-1].queries))
+        steps.append(Step("again", steps[-1].calls))
     if len(steps) > turns:
         steps, end = steps[:turns], guess(question, rng)
     return _forget_thought([*steps, end], rng, mixture)
 
 
-def _first_search(question: Question, rng: np.random.Generator, mixture: Mixture) -> tuple[str, ...]:
-    """The queries of the first turn: all of them, or only the first."""
-    queries = query_all_at_once(question)
+def _first_calls(question: Question, rng: np.random.Generator, mixture: Mixture) -> tuple[Call, ...]:
+    """The calls of the first turn: all of them, or only the first."""
+    calls = call_all_at_once(question)
     if rng.random() < mixture.split:
         # Questions that need a single fact are split just as blindly, with a second query about the same subject.
-        return queries if len(queries) > 1 else (*queries, f"rival of {question.metadata['rounds'][0][0][1]}")
-    return queries[:1]
+        return calls if len(calls) > 1 else (*calls, word_call(("rival", question.metadata["rounds"][0][0][1])))
+    return calls[:1]
 
 
 def _forget_thought(steps: list[Step], rng: np.random.Generator, mixture: Mixture) -> list[Step]:
     if rng.random() < mixture.forgotten:
         slip = int(rng.integers(len(steps)))
-        steps[slip] = Step(None, steps[slip].queries, steps[slip].answer)
+        steps[slip] = Step(None, steps[slip].calls, steps[slip].answer)
     return steps
 
 
@@ -177,24 +186,24 @@ def recall(question: Question) -> list[Step]:
 
 
 def write_all(
-    questions: Sequence[Question],
-    plans: Sequence[Sequence[Step]],
-    retriever: Retriever | None,
-    tokenizer: Tokenizer,
-    topk: int,
+    questions: Sequence[Question], plans: Sequence[Sequence[Step]], toolbox: Toolbox | None, dialect: Dialect
 ) -> list[Row]:
-    """The rows of each question's plan with retrieved passages; all searches run in one batch.
+    """The rows of each question's plan with the results of its calls, which run in one batch per tool.
 
-    Without a retriever every search returns nothing; for plans that do not search.
+    Without a toolbox every call returns nothing; for plans without calls, and for first turns.
     """
-    dialect = Tags(tokenizer, OBSERVATION_TOKENS, encode=lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign))
     template = load_template("toy")
-    queries = list(dict.fromkeys(text for steps in plans for step in steps[:-1] for text in step.queries))
-    rankings = dict(zip(queries, retriever.search(queries, topk), strict=True)) if retriever and queries else {}
+    calls = list(dict.fromkeys(call for steps in plans for step in steps[:-1] for call in step.calls))
+    results = dict(zip(calls, toolbox.run({0: tuple(calls)})[0], strict=True)) if toolbox else {}
     rows = []
     for question, steps in zip(questions, plans, strict=True):
         turns = [
-            TranscriptTurn(step.text, step.queries, tuple(tuple(rankings.get(text, ())) for text in step.queries))
+            TranscriptTurn(
+                step.write(dialect),
+                tuple(call.text for call in step.calls),
+                tuple(results.get(call, ()) for call in step.calls),
+                tools=tuple(call.tool for call in step.calls),
+            )
             for step in steps
         ]
         rows.append(encode_transcript(dialect, render_prompt(dialect, template, question.text), turns))

@@ -1,7 +1,8 @@
-"""The toy policy's tokenizer: one token for each word, tag, year and syllable of the closed world.
+"""The toy policies' tokenizers: one token for each word, tag, year and syllable of the closed world.
 
-It is a byte-level BPE without merges, in the standard format of the tokenizers library; other text becomes single
-bytes. A token includes the space before it, so after a space a name always has the same three tokens.
+They are byte-level BPEs without merges, in the standard format of the tokenizers library; other text becomes single
+bytes. A token includes the space before it, so after a space a name always has the same three tokens. With tool calls,
+the schema of each tool is also a single token, and so is the text of a call before and after its argument.
 """
 
 from __future__ import annotations
@@ -16,43 +17,68 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED, YEARS
 from psearch_jax.closed_world.names import HEADS, MIDDLES, TAILS
+from psearch_jax.closed_world.question_forms import MOST_YEARS
 from psearch_jax.closed_world.scripted import SCRIPT_WORDS
 from psearch_jax.closed_world.wordings import words_of_wordings
+from psearch_jax.rollout.calculator import CALCULATOR
+from psearch_jax.rollout.tools import SEARCH_SCHEMA
+from psearch_jax.text.tags import escape_tags
+from psearch_jax.text.tool_calls import write_json_calls
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+)
 _BLOCKS = ("\n<information>\n", "</information>\n")
 _MARKS = ("'s", " ##", " ;", ".\n", ":\n", ",", "?", ".", ":", "\n", " ")
+_SCHEMAS = (SEARCH_SCHEMA, CALCULATOR.schema)
 
 
-def language() -> list[str]:
+def language(dialect: str) -> list[str]:
     """Every word of the closed world's questions, passages and scripts, without names and years."""
-    words = words_of_wordings() | set(SCRIPT_WORDS) | {*ATTRIBUTES, *HAPPENED.values(), "The", "user", "assistant"}
+    calls = dialect == "tool_calls"
+    words = words_of_wordings(calls) | set(SCRIPT_WORDS) | {*ATTRIBUTES, *HAPPENED.values(), "The"}
+    words |= {"user", "assistant", *(("tool", "system", "error") if calls else ())}
     words |= {word for attributes in ATTRIBUTES.values() for name in attributes for word in name.split()}
     return sorted(words - {"s"})
 
 
-def write_tokenizer(out_dir: str | os.PathLike[str]) -> int:
-    """Writes the tokenizer as a directory that AutoTokenizer loads; returns the vocabulary size."""
+def _blocks(dialect: str) -> list[str]:
+    """Texts of several words that are one token; none begins with another."""
+    if dialect == "tags":
+        return list(_BLOCKS)
+    pieces = [escape_tags(json.dumps(schema, ensure_ascii=False)) for schema in _SCHEMAS]
+    for function in (schema["function"] for schema in _SCHEMAS):
+        arguments = json.dumps(dict.fromkeys(function["parameters"]["properties"], "|"))
+        pieces += write_json_calls([(function["name"], arguments)]).split("|")
+    return list(dict.fromkeys(pieces))
+
+
+def write_tokenizer(out_dir: str | os.PathLike[str], dialect: str = "tags") -> int:
+    """Writes a dialect's tokenizer as a directory that AutoTokenizer loads; returns the vocabulary size."""
     characters = bytes_to_unicode()
 
     def token(text: str) -> str:
         return "".join(characters[byte] for byte in text.encode())
 
     tags = [f"<{close}{tag}>" for tag in ("think", "search", "answer", "information") for close in ("", "/")]
-    texts = [*_BLOCKS, *(space + tag for tag in tags for space in ("", " "))]
-    texts += [space + word for word in language() for space in ("", " ")]
+    texts = [*_blocks(dialect), *(space + tag for tag in tags for space in ("", " "))]
+    texts += [space + word for word in language(dialect) for space in ("", " ")]
     texts += [f" {head}" for head in HEADS] + list(MIDDLES) + list(TAILS)
     texts += [f" {year}" for year in YEARS] + list(_MARKS)
+    if dialect == "tool_calls":
+        texts += [text for number in range(2, MOST_YEARS + 1) for text in (f" {number}", str(number))]
+        texts += [*map(str, YEARS), " +", " -", ' "', '"']
     vocabulary = [*SPECIAL_TOKENS, *(characters[byte] for byte in range(256)), *map(token, texts)]
     ids = {piece: i for i, piece in enumerate(dict.fromkeys(vocabulary))}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_pieces()), behavior="isolated"),
+            pre_tokenizers.Split(Regex(_pieces(dialect)), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -62,7 +88,7 @@ def write_tokenizer(out_dir: str | os.PathLike[str]) -> int:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": (TOOLS_TEMPLATE if dialect == "tool_calls" else "") + CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1024,
     }
@@ -76,10 +102,11 @@ def write_tokenizer(out_dir: str | os.PathLike[str]) -> int:
     return len(ids)
 
 
-def _pieces() -> str:
+def _pieces(dialect: str) -> str:
     """The regex that splits text into possible tokens: blocks, tags, words, syllables, years, marks."""
-    words = "|".join(sorted(map(re.escape, language()), key=len, reverse=True))
-    blocks = "|".join(_BLOCKS)
+    words = "|".join(sorted(map(re.escape, language(dialect)), key=len, reverse=True))
+    blocks = "|".join(map(re.escape, _blocks(dialect)) if dialect == "tool_calls" else _BLOCKS)
     syllables = r" [A-Z][aeiou](?=[a-z])|[a-z][aeiou][a-z](?![a-z])|[a-z][aeiou](?=[a-z])"
     marks = r" ?\d{4}(?!\d)|'s| ##| ;|\.\n|:\n|[,?.:\n]"
+    marks = rf" ?\d{{1,2}}(?!\d)| [+\-]|{marks}" if dialect == "tool_calls" else marks
     return rf"{blocks}| ?</?[a-z]+>| ?(?:{words})(?![A-Za-z])|{syllables}|{marks}|\s+|."

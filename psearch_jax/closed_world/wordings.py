@@ -28,6 +28,7 @@ class Form:
     wordings: tuple[str, ...]
     held_out: tuple[str, ...]  # those of `wordings` that no training question has
     trained: bool = True  # whether cold starts and training use it
+    calculated: bool = False  # whether it needs the calculator; such questions are only asked where there is one
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -46,7 +47,7 @@ def combine(frames: Sequence[str], **phrases: Sequence[str]) -> tuple[str, ...]:
 
 
 # Letters: A, B subjects; X a name in the question; a, b, c attributes; l a list of names; k the type of the answer;
-# v, w the events of the years of A and B.
+# v, w the events of the years of A and B; Y a year, n a number of years.
 ONE = ("{a:A}", "{A:a}")
 TWO = ("{b:a:A}", "the {b} of {A:a}", "{A:a:b}")
 THREE = ("{c:b:a:A}", "the {c} of the {b} of {A:a}", "the {c} of {A:a:b}", "{A:a:b:c}")
@@ -176,6 +177,66 @@ FORMS: dict[str, Form] = {
         held_out=("Is the year {a:A} was {v} the year {B} was {w}?",),
         trained=False,
     ),
+    # ------------------------------------------------------------------ a fact and a sum, at once or one after another
+    "sum_is": Form(
+        "parallel",
+        0.5,
+        (
+            "Was {A} {v} in the year {n} years after {Y}?",
+            "Was {A} {v} the year {n} years after {Y}?",
+            "Is the year {A} was {v} the year {n} years after {Y}?",
+            "Is the year {n} years after {Y} the year {A} was {v}?",
+        ),
+        held_out=("Was {A} {v} the year {n} years after {Y}?",),
+        calculated=True,
+    ),
+    "sum_which": Form(
+        "parallel",
+        0.5,
+        (
+            "Which of {l} was {v} {n} years after {Y}?",
+            "Which was {v} {n} years after {Y}, of {l}?",
+            "Of {l}, which was {v} {n} years after {Y}?",
+            "Of {l}, which was {v} the year {n} years after {Y}?",
+        ),
+        held_out=("Of {l}, which was {v} the year {n} years after {Y}?",),
+        calculated=True,
+    ),
+    "after": Form(
+        "sequential",
+        0.5,
+        (
+            "Which is the year {n} years after {A} was {v}?",
+            "Which was the year {n} years after {A} was {v}?",
+            "The year {n} years after {A} was {v} is which?",
+            "Which is the year {n} years after the year {A} was {v}?",
+        ),
+        held_out=("Which was the year {n} years after {A} was {v}?",),
+        calculated=True,
+    ),
+    "until": Form(
+        "sequential",
+        0.5,
+        (
+            "{Y} was which number of years after {A} was {v}?",
+            "Which number of years after {A} was {v} is {Y}?",
+            "Which number of years after {A} was {v} was {Y}?",
+            "Which is the number of years after {A} was {v}, in {Y}?",
+        ),
+        held_out=("Which number of years after {A} was {v} was {Y}?",),
+        calculated=True,
+    ),
+    "between": Form(
+        "mixed",
+        1.0,
+        (
+            "Which number of years before {B} was {w} was {A} {v}?",
+            "Which is the number of years before {B} was {w} that {A} was {v}?",
+            "{A} was {v} which number of years before {B} was {w}?",
+        ),
+        held_out=("{A} was {v} which number of years before {B} was {w}?",),
+        calculated=True,
+    ),
 }
 # Pairs of forms with the same words but different graphs, for evaluation in held-out wordings.
 PAIRED: tuple[tuple[str, str], ...] = (("shares", "bridge_which"), ("same", "bridge_is"))
@@ -201,8 +262,8 @@ def fill_wording(wording: str, values: Mapping[str, str]) -> str:
     return text[0].upper() + text[1:]
 
 
-def words_of_wordings() -> set[str]:
-    """Every word in the wordings' own text."""
-    texts = [text for form in FORMS.values() for text in form.wordings]
+def words_of_wordings(calculated: bool) -> set[str]:
+    """Every word in the wordings' own text; `calculated`: also of the forms that need the calculator."""
+    texts = [text for form in FORMS.values() if calculated or not form.calculated for text in form.wordings]
     words = {word for text in texts for word in re.findall(r"[A-Za-z]+", re.sub(r"\{[^}]*\}", " ", text))}
     return words | {"the", "The"}

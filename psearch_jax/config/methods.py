@@ -33,9 +33,12 @@ def with_method(config: Config) -> Config:
     - parallel_prompt: the prompt explains splitting, and only answer and format are rewarded;
     - search_r1: one query per search (text after `##` is ignored), and only answer and format are rewarded;
     - r1: no search, and only answer and format are rewarded.
+
+    Also names the toy policy that writes the config's dialect.
     """
     named = config.data.template
     template = _TEMPLATES.get(named, {}).get(config.method, named)
-    sections = {"data": {"template": template}, **_METHODS[config.method]}
+    toy = "toy_tools" if config.model.path == "toy" and config.rollout.dialect == "tool_calls" else config.model.path
+    sections = {"data": {"template": template}, "model": {"path": toy}, **_METHODS[config.method]}
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     return dataclasses.replace(config, **changed)

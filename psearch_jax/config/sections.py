@@ -14,6 +14,7 @@ from psearch_jax.types import KINDS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "dots", "full"]
+DIALECTS = ("tags", "tool_calls")  # the built-in ones
 
 
 def _are_urls(text: str) -> bool:
@@ -26,7 +27,9 @@ class ModelSection:
     """Model weights, dtypes and memory options."""
 
     path: str = same_content(
-        "", 'Hugging Face directory or hub id; "": random weights of `preset`; "toy": the toy policy of this package.'
+        "",
+        'Hugging Face directory or hub id; "": random weights of `preset`; "toy": the policy of this package for the '
+        "dialect.",
     )
     preset: str = same_content("7b", "Shape for random weights, if `path` is empty.", accepted=one_of(PRESETS))
     tokenizer: str = same_content(
@@ -85,7 +88,9 @@ class DataSection:
     """Questions and their prompts."""
 
     source: str = same_content(
-        "", 'Training questions: a question file, a directory made by launch/prepare_data.py, or "closed_world".'
+        "",
+        'Training questions: a question file, a directory made by launch/prepare_data.py, "closed_world", or a '
+        "function of your own that returns rows of a question file, as `FILE.py:NAME` or `module:NAME`.",
     )
     validation: str = same_content("", "Questions for evaluation, never for training: a file or a prepared directory.")
     validation_share: float = setting(
@@ -113,7 +118,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class RetrievalSection:
-    """Where passages come from: at most one of `index`, `corpus` and `url`."""
+    """Where passages come from: at most one of `index`, `corpus` and `url`, or a `service`, which may use them."""
 
     index: str = same_content("", "Index directory of launch/build_index.py.")
     corpus: str = same_content("", "Jsonl corpus that is encoded when the run starts; for small corpora only.")
@@ -121,6 +126,11 @@ class RetrievalSection:
         "",
         "Servers that speak Search-R1's /retrieve, replicas of one index separated by commas.",
         accepted=Accepted("http://host:port/retrieve", _are_urls),
+    )
+    service: str = same_content(
+        "",
+        "A retriever of your own, as `FILE.py:NAME` or `module:NAME`: called with this section, it returns an object "
+        "with `search` and `describe` (`retrieval.protocol.Retriever`).",
     )
     timeout_s: float = free(60.0, "Seconds that a server may take for its complete answer.", above=0)
     retry_deadline_s: float = free(
@@ -132,7 +142,9 @@ class RetrievalSection:
 
     @property
     def passages(self) -> dict[str, str]:
-        """The passages that the section names, by field: index, corpus or url; empty without any."""
+        """The passages that the section names, by field: index, corpus, url or service; empty without any."""
+        if self.service:
+            return {"service": self.service}
         named = {"index": self.index, "corpus": self.corpus, "url": self.url}
         return {field: place for field, place in named.items() if place}
 
@@ -167,10 +179,12 @@ class RolloutSection:
         "Useful when searching is slow: over HTTP, or in a large index.",
     )
     initial_search: bool = setting(False, "Searches for the question itself before the first sampled token.")
-    dialect: Literal["tags", "tool_calls"] = setting(
+    dialect: str = same_content(
         "tags",
         "How the policy writes its actions. `tags`: as published; `tool_calls`: as the model's chat template writes "
-        "calls of tools; those of one turn run at once.",
+        "calls of tools; those of one turn run at once; or a `Dialect` of your own as `FILE.py:CLASS` or "
+        "`module:CLASS`.",
+        accepted=Accepted("tags, tool_calls, FILE.py:CLASS or MODULE:CLASS", lambda s: s in DIALECTS or ":" in s),
     )
     tools: str = same_content(
         "",

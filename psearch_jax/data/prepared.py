@@ -1,4 +1,4 @@
-"""Questions from any location: a file, a directory made by launch/prepare_data.py, or a TFDS dataset.
+"""Questions from any location: a file, a directory made by launch/prepare_data.py, a TFDS dataset, or a function.
 
 The rows of a prepared directory are read lazily: a million questions cost neither memory nor start-up time.
 """
@@ -19,6 +19,7 @@ from tqdm import tqdm
 from psearch_jax.data.sources import Seen, add_to_seen, convert_rows, iter_questions, read_questions
 from psearch_jax.data.triple_questions import ALL_FORMS, SIZES, make_questions
 from psearch_jax.data.triples import read_triples, select_stated, without_entities_of
+from psearch_jax.runtime.own_code import load_object, names_object
 from psearch_jax.runtime.paths import locate, on_disk, write_atomically
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Kind, Question, UserError, first_line
@@ -130,12 +131,12 @@ def prepare(
 def open_questions(
     location: str | Path, source: str | None = None, skipped: list[str] | None = None
 ) -> Sequence[Question]:
-    """The questions at a location: a file, a prepared directory (`source` is ignored), or tfds:BUILDER:SPLIT.
+    """The questions at a location: a file, a prepared directory (`source` is ignored), tfds:BUILDER:SPLIT, or code.
 
     Raises:
       UserError: as `read_questions` and `PreparedQuestions`.
     """
-    if str(location).startswith(TFDS_PREFIX):
+    if str(location).startswith(TFDS_PREFIX) or names_object(str(location)):
         return list(_iter_location(str(location), source, skipped, {}))
     if locate(location).is_dir():
         return PreparedQuestions(location)
@@ -153,8 +154,8 @@ def count_kinds(questions: Sequence[Question]) -> Counter[Kind]:
 
 
 def location_exists(location: str) -> bool:
-    """Whether a location exists; for a TFDS dataset always True, because only opening it can tell."""
-    return location.startswith(TFDS_PREFIX) or locate(location).exists()
+    """Whether a location exists; for a TFDS dataset and a function always True, because only opening it can tell."""
+    return location.startswith(TFDS_PREFIX) or names_object(location) or locate(location).exists()
 
 
 def find_overlap(questions: Iterable[Question], training: Iterable[Question]) -> list[Question]:
@@ -185,6 +186,10 @@ def _iter_location(
         for question in make_questions(triples, seed=options.seed, count=options.count, source=source, **chosen):
             add_to_seen(question, location, seen)
             yield question
+    elif names_object(location):
+        rows = load_object(location, "questions")[0]()
+        named = ((f"{location}: row {i}", dict(row)) for i, row in enumerate(rows, 1))
+        yield from convert_rows(named, source or location.rpartition(":")[2], skipped, seen)
     else:
         yield from iter_questions(location, source, skipped, seen)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
-from psearch_jax.closed_world.question_forms import LARGEST, SIZES, known_questions, questions
+from psearch_jax.closed_world.question_forms import LARGEST, SIZES, calculated_forms, known_questions, questions
 from psearch_jax.closed_world.wordings import PAIRED
 from psearch_jax.data.prepared import open_questions
 from psearch_jax.runtime.paths import ASSETS
@@ -21,8 +21,11 @@ CLOSED_WORLD_COUNT = 400  # questions per set
 PAIRS = "pairs"  # parallel and sequential questions with the same words, in wordings that no training question has
 MANY = "many"  # comparisons of more entities than any training question has
 KNOWN = "known"  # facts that every cold start states, reworded: answerable without a search
-SETS = (*KINDS, PAIRS, MANY, KNOWN)
-PAIRS_SOURCE = f"{CLOSED_WORLD}:{PAIRS}"
+# Questions that need the search and the calculator, at once or one after the other, also in such wordings.
+TOOLS: dict[str, Kind] = {"tools_parallel": "parallel", "tools_sequential": "sequential"}
+SETS = (*KINDS, PAIRS, MANY, KNOWN, *TOOLS)
+# The sets whose questions a run's evaluation summarises separately, by the source of their questions.
+SEPARATE = {f"{CLOSED_WORLD}:{name}": name for name in (PAIRS, *TOOLS)}
 # Draws the evaluation questions. Fixed, so that the set does not depend on the seed of a run.
 QUESTION_SEED = 1
 
@@ -49,17 +52,22 @@ class Benchmark:
 def closed_world_benchmark(world: ClosedWorld, name: str, count: int) -> list[Question]:
     """`count` questions of a closed-world set, held out except in `KNOWN`. Equal worlds give equal questions.
 
-    Half of `PAIRS` are parallel, half sequential; their source is `closed_world:pairs`.
+    Half of `PAIRS` are parallel, half sequential. The source of `PAIRS` and of `TOOLS` is `closed_world:NAME`.
 
     Raises:
       UserError: the world has fewer questions.
     """
+    separate = f"{CLOSED_WORLD}:{name}"
+    if name in TOOLS:
+        kind = TOOLS[name]
+        asked = questions(world, "eval", kind, count, QUESTION_SEED, calculated_forms(kind), held_out_wordings=True)
+        return [replace(q, source=separate) for q in asked]
     if name == PAIRS:
         pairs = []
-        for i, kind in enumerate(("parallel", "sequential")):
+        for i, half in enumerate(TOOLS.values()):
             forms = [pair[i] for pair in PAIRED]
-            pairs += questions(world, "eval", kind, (count + 1 - i) // 2, QUESTION_SEED, forms, held_out_wordings=True)
-        return [replace(q, source=PAIRS_SOURCE) for q in pairs]
+            pairs += questions(world, "eval", half, (count + 1 - i) // 2, QUESTION_SEED, forms, held_out_wordings=True)
+        return [replace(q, source=separate) for q in pairs]
     if name == MANY:
         sizes = dict.fromkeys(range(max(SIZES) + 1, LARGEST + 1), 1.0)
         return questions(world, "eval", "parallel", count, QUESTION_SEED, ["first", "has"], sizes)

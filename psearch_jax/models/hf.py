@@ -23,7 +23,7 @@ from psearch_jax.models.hf_config import read_config, tensor_table, write_config
 from psearch_jax.models.lora import axis_sizes
 from psearch_jax.models.tensors import Tensor, TensorReader, write_files
 from psearch_jax.runtime import hub, progress
-from psearch_jax.runtime.paths import TOY_POLICY, atomic_directory, check_new, locate
+from psearch_jax.runtime.paths import TOYS, atomic_directory, check_new, locate
 from psearch_jax.types import UserError
 
 _SHARD_BYTES = 2_000_000_000  # of a file, which the host holds while it is written
@@ -43,8 +43,8 @@ def locate_recorded_model(path: str, name: str, file: str = "config.json") -> st
     `name` by which the model was requested (`toy`, a directory, or a hub id with `file`); None if neither exists."""
     if Path(path).is_dir():
         return path
-    if name == "toy":
-        return str(TOY_POLICY)
+    if name in TOYS:
+        return str(TOYS[name])
     return name if name and (Path(name).is_dir() or hub.reachable(name, file)) else None
 
 

@@ -32,7 +32,7 @@ from psearch_jax.rollout.copy import can_sample_in_place
 from psearch_jax.rollout.sampler import SamplerShapes
 from psearch_jax.runtime.accelerators import GIB, Chip
 from psearch_jax.runtime.compiling import Program
-from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.runtime.paths import TOYS
 from psearch_jax.sharding import STORAGE, attach_shardings, make_meshes, param_shardings
 from psearch_jax.train.critic import build_critic, critic_learning, without_lm_head
 from psearch_jax.train.learner import Learner
@@ -109,8 +109,8 @@ def model_shape(config: Config) -> DecoderConfig:
     path = config.model.path
     if not path:
         return PRESETS[config.model.preset]
-    if path == "toy":  # the policy that ships
-        return hf.read_config(TOY_POLICY)
+    if path in TOYS:
+        return hf.read_config(TOYS[path])
     if (Path(path) / "config.json").is_file():
         return hf.read_config(path)
     sizes = {p + name: shape for f in FAMILIES.values() for p in f.hub_prefixes for name, shape in f.presets.items()}

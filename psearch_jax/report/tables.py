@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from psearch_jax.eval.benchmarks import PAIRS
+from psearch_jax.eval.benchmarks import PAIRS, TOOLS
 from psearch_jax.eval.tables import table
 from psearch_jax.types import KINDS
 
@@ -13,7 +13,7 @@ COLUMNS = ("decomposition_accuracy", "em", "chance", "f1", "decomposition_ratio"
 COMPARED = ("decomposition_accuracy", "em", "decomposition_ratio", "turns")
 TITLES = {"em": "EM", "f1": "F1", "chance": "chance level", "decomposition_ratio": "split"}
 # Minimal pairs come first: their two questions have the same words, so no single word reveals whether to split.
-QUESTION_TYPES = (PAIRS, *KINDS)
+QUESTION_TYPES = (PAIRS, *KINDS, *TOOLS)
 
 
 def before_and_after(summary: Mapping[str, Any]) -> str:

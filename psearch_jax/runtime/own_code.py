@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
+import importlib.util
+import re
 import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from psearch_jax.runtime.paths import on_disk
 from psearch_jax.types import UserError, first_line
+
+_NAMED = re.compile(r"(?:.+\.py|[^\W\d][\w.]*):[^\W\d]\w*")  # FILE.py:NAME or MODULE:NAME
+
+
+def names_object(text: str) -> bool:
+    """Whether a text has the form FILE.py:NAME or MODULE:NAME."""
+    return _NAMED.fullmatch(text) is not None
+
+
+def load_object(named: str, field: str) -> tuple[Any, str]:
+    """The object at FILE.py:NAME or MODULE:NAME, and the SHA-256 of its file.
+
+    Raises:
+      UserError: as `load_module`; or there is no such object.
+    """
+    source, _, name = named.rpartition(":")
+    module, digest = load_module(source, field)
+    if not hasattr(module, name):
+        raise UserError(f"{field}: {source} has no {name!r}, accepted: FILE.py:NAME or MODULE:NAME")
+    return getattr(module, name), digest
+
+
+def find_source(named: str) -> str:
+    """The file that `load_object` runs."""
+    source = named.rpartition(":")[0]
+    spec = None if source.endswith(".py") else importlib.util.find_spec(source)
+    return str(spec.origin) if spec else source
 
 
 def load_module(source: str, field: str) -> tuple[ModuleType, str]:

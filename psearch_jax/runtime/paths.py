@@ -32,7 +32,8 @@ from retrieval.protocol import is_remote
 
 STORE = "gs://"
 ASSETS = Path(__file__).parent.parent / "assets"  # packaged files
-TOY_POLICY = ASSETS / "toy_policy"  # the policy and the tokenizer named `toy`
+# The policies that ship, each with its tokenizer; `toy_tools` is the one for rollout.dialect=tool_calls.
+TOYS = {"toy": ASSETS / "toy_policy", "toy_tools": ASSETS / "toy_tools_policy"}
 
 
 def locate(location: str | os.PathLike[str]) -> Path:
@@ -176,5 +177,5 @@ def remove_tree(path: Path) -> None:
 
 
 def packaged(path: str) -> str:
-    """The directory of the toy policy for `toy`; any other path or name unchanged."""
-    return str(TOY_POLICY) if path == "toy" else path
+    """The directory of a policy that ships (`TOYS`); any other path or name unchanged."""
+    return str(TOYS.get(path, path))

@@ -25,7 +25,7 @@ from psearch_jax.rollout.sampler_programs import SamplingWeights, Status
 from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.runtime import processes
 from psearch_jax.serving.search import ServingSearch
-from psearch_jax.types import Question, Trajectory, Turn, UserError
+from psearch_jax.types import SEARCH, Call, Question, Trajectory, Turn, UserError
 from retrieval.protocol import Passage, in_background
 
 log = logging.getLogger("psearch_jax")
@@ -38,17 +38,22 @@ FAILED = "the answer failed; see the server's log for the cause"  # the cause it
 class Event:
     """An event of one question.
 
-    Kinds: `text` the model wrote, the queries of a `search`, the `passages` returned for them, a `note` (the host's
+    Kinds: `text` the model wrote, the calls of a `search` turn, the `passages` returned for them, a `note` (the host's
     reply to a turn without an action), and last either `end` with the trajectory or `error`. `seconds` is the time
     since the previous event that is not a text; texts have none.
     """
 
     kind: Literal["text", "search", "passages", "note", "end", "error"]
     text: str = ""
-    queries: tuple[str, ...] = ()
-    passages: tuple[tuple[Passage, ...], ...] = ()  # of each query
+    calls: tuple[Call, ...] = ()
+    passages: tuple[tuple[Passage, ...], ...] = ()  # of each call
     trajectory: Trajectory | None = None
     seconds: float = 0.0
+
+    @property
+    def queries(self) -> tuple[str, ...]:
+        """The queries of searches; other calls with the name of their tool."""
+        return tuple(call.text if call.tool == SEARCH else f"{call.tool} {call.text}" for call in self.calls)
 
 
 Listener = Callable[[Event], None]
@@ -275,12 +280,12 @@ def _send_turns(pending: _Pending, turns: Sequence[Turn], corrected: int, note: 
         if not pending.searching:
             _send_text(pending, turn.text)
             if turn.queries:
-                _send(pending, Event("search", queries=turn.queries))
+                _send(pending, Event("search", calls=turn.calls))
                 pending.searching = True
         if pending.searching:
             if not turn.passages:
                 return
-            _send(pending, Event("passages", queries=turn.queries, passages=turn.passages))
+            _send(pending, Event("passages", calls=turn.calls, passages=turn.passages))
         elif index < corrected:
             _send(pending, Event("note", note))
         pending.sent_turns, pending.sent_chars, pending.searching = pending.sent_turns + 1, 0, False

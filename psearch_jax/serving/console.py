@@ -13,6 +13,7 @@ from rich.text import Text
 from psearch_jax.serving.answerer import Event
 from psearch_jax.text import tags
 from psearch_jax.text.evidence import find_support
+from psearch_jax.types import SEARCH as SEARCH_TOOL
 from psearch_jax.types import Trajectory
 from retrieval.protocol import Passage
 
@@ -70,8 +71,10 @@ class AnswerPrinter:
             for part in tags.TAG.split(event.text):
                 self._write(part, SEARCH if tags.TAG.fullmatch(part) else DIM)
         elif event.kind == "search":
-            many = len(event.queries) > 1
-            self._line(f"  {len(event.queries)} searches at once" if many else "  one search", SEARCH)
+            searches = all(call.tool == SEARCH_TOOL for call in event.calls)
+            one, several = ("search", "searches") if searches else ("call", "calls")
+            many = len(event.calls) > 1
+            self._line(f"  {len(event.calls)} {several} at once" if many else f"  one {one}", SEARCH)
         elif event.kind == "passages":
             for i, (query, ranking) in enumerate(zip(event.queries, event.passages, strict=True)):
                 head, below = LAST if i == len(event.queries) - 1 else BRANCH

@@ -1,4 +1,4 @@
-"""The cold start of the toy policy: supervised fine-tuning on exercises and scripted trajectories.
+"""The cold starts of the toy policies: supervised fine-tuning on exercises and scripted trajectories.
 
 Every batch trains one skill. Exercises dominate early and trajectories later, but no skill ever stops, because skills
 that are no longer trained are forgotten. Each row is renamed when it is drawn (names.py), so names do not repeat and
@@ -19,8 +19,8 @@ from flax import nnx
 from psearch_jax.closed_world import exercises
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.names import SYLLABLES, change_syllable, draw_renaming
-from psearch_jax.closed_world.question_forms import kind_counts, known_questions, questions
-from psearch_jax.closed_world.scripted import Mixture, plan, recall, write_all
+from psearch_jax.closed_world.question_forms import calculated_forms, kind_counts, known_questions, questions
+from psearch_jax.closed_world.scripted import OBSERVATION_TOKENS, Mixture, plan, recall, write_all
 from psearch_jax.config import (
     PRESETS,
     Config,
@@ -30,13 +30,17 @@ from psearch_jax.config import (
     ModelSection,
     RolloutSection,
 )
-from psearch_jax.config.setting import SEED, setting
+from psearch_jax.config.sections import DIALECTS
+from psearch_jax.config.setting import SEED, one_of, setting
 from psearch_jax.data.transcripts import Row
 from psearch_jax.limits import check_fields
 from psearch_jax.models import decoder
+from psearch_jax.rollout.calculator import CALCULATOR
+from psearch_jax.rollout.tools import SEARCH_SCHEMA, Toolbox
 from psearch_jax.sft.learner import SupervisedTrainer
 from psearch_jax.sft.trainer import SupervisedRun
 from psearch_jax.sharding import make_mesh
+from psearch_jax.text.dialects import Dialect, Tags, ToolCalls
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing.checkpoint import model_record
 from psearch_jax.train.state import init_state
@@ -73,6 +77,7 @@ class ToySFTConfig:
     """The config of a cold-start run."""
 
     seed: int = setting(0, "Seed of rows, batches and initial weights.", accepted=SEED)
+    dialect: str = setting("tags", "`tags`, or `tool_calls` with a calculator.", accepted=one_of(DIALECTS))
     steps: int = setting(10_000, "Training steps; each trains one skill.", at_least=1)
     worlds: int = setting(4, "Number of worlds for trajectories.", at_least=1)
     trajectories_per_world: int = setting(4000, "Scripted trajectories of each world.", at_least=1)
@@ -87,11 +92,21 @@ class ToySFTConfig:
         check_fields(self)
 
 
+def make_dialects(config: ToySFTConfig, tokenizer: Tokenizer) -> tuple[Dialect, Dialect | None]:
+    """The dialect of the rows, and with tool calls the same one with the calculator."""
+    encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
+    if config.dialect == "tags":
+        return Tags(tokenizer, OBSERVATION_TOKENS, encode=encode), None
+    search = ToolCalls(tokenizer, OBSERVATION_TOKENS, encode=encode, schemas=[SEARCH_SCHEMA])
+    return search, replace(search, schemas=[SEARCH_SCHEMA, CALCULATOR.schema])
+
+
 def make_rows(
     config: ToySFTConfig, tokenizer: Tokenizer, make_retriever: Callable[[Sequence[Passage]], Retriever]
 ) -> dict[str, list[Row]]:
     """The rows of every skill, before renaming; deterministic in the arguments."""
     encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
+    dialect, calculating = make_dialects(config, tokenizer)
     rng = np.random.default_rng([config.seed, 0x0C])
     rows: dict[str, list[Row]] = {
         name: [make(rng, encode) for _ in range(config.exercise_rows)]
@@ -102,29 +117,36 @@ def make_rows(
         )
     }
     stated = known_questions(ClosedWorld.make(0))
-    rows["recalling"] = write_all(stated, [recall(q) for q in stated], None, tokenizer, TOPK)
+    rows["recalling"] = write_all(stated, [recall(q) for q in stated], None, dialect)
     # Names that differ in one syllable must be searched for; else any name that starts like a known one is answered
     # from memory.
     rng = np.random.default_rng([config.seed, 0x0D])
     others = [_of_another(question, rng) for question in stated for _ in range(2)]
     first_turns = [plan(question, rng, Mixture(), TURNS)[:1] for question in others]
-    rows["recalling"] += write_all(others, first_turns, None, tokenizer, TOPK)
+    rows["recalling"] += write_all(others, first_turns, None, dialect)
     rows["reading"], rows["trajectories"] = [], []
     counts = kind_counts(config.trajectories_per_world, SHARES)
     for seed in range(FIRST_WORLD, FIRST_WORLD + config.worlds):
         world = ClosedWorld.make(seed)
-        retriever = make_retriever(world.passages)
+        toolbox = Toolbox(make_retriever(world.passages), TOPK, [CALCULATOR])
         rng = np.random.default_rng([config.seed, seed, 0x0A])
         for skill, draw in (("reading", 1), ("trajectories", 2)):
-            selected = [
-                q
-                for kind in KINDS
-                for q in questions(world, "train", kind, counts[kind], draw + 2 * config.seed, sizes=SIZES)
-            ]
-            plans = [plan(q, rng, Mixture(), TURNS) for q in selected]
-            if skill == "reading":
-                plans = [steps[:1] for steps in plans]
-            rows[skill] += write_all(selected, plans, retriever, tokenizer, TOPK)
+            for written, calculated in ((dialect, False), (calculating, True)):
+                if written is None or (calculated and seed % 2):  # half of the worlds have a calculator
+                    continue
+                forms = {kind: calculated_forms(kind) if calculated else [] for kind in KINDS}
+                selected = [
+                    q
+                    for kind in KINDS
+                    if forms[kind] or not calculated
+                    for q in questions(
+                        world, "train", kind, counts[kind], draw + 2 * config.seed, forms[kind], sizes=SIZES
+                    )
+                ]
+                plans = [plan(q, rng, Mixture(), TURNS) for q in selected]
+                if skill == "reading":
+                    plans = [steps[:1] for steps in plans]
+                rows[skill] += write_all(selected, plans, toolbox, written)
     return rows
 
 

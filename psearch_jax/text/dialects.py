@@ -31,6 +31,7 @@ class Dialect(ABC):
       obs_tokens: the budget of an observation.
       max_calls: of one turn.
       encode: text to token ids, never a control token; default: the tokenizer's `encode_foreign`.
+      schemas: of the tools, as chat templates take them.
 
     Attributes:
       stops: the strings at which a row stops, as at a stop token, each with the action that it completes.
@@ -46,6 +47,7 @@ class Dialect(ABC):
     obs_tokens: int
     max_calls: int = tags.MAX_SUB_QUERIES
     encode: Callable[[str], list[int]] | None = None
+    schemas: Sequence[Mapping[str, Any]] = ()
 
     def encode_foreign(self, text: str) -> list[int]:
         """Token ids of untrusted text."""
@@ -134,18 +136,13 @@ class Tags(Dialect):
 
 @dataclass(frozen=True)
 class ToolCalls(Dialect):
-    """Native tool calls (text/tool_calls.py): a turn ends with a stop token, and results are messages of tools.
-
-    Args (in addition to those of `Dialect`):
-      schemas: of the tools, as the chat template takes them.
-    """
+    """Native tool calls (text/tool_calls.py): a turn ends with a stop token, and results are messages of tools."""
 
     # A model that begins a result itself is stopped there.
     stops: ClassVar[Mapping[str, str]] = {tool_calls.RESPONSE_OPEN: "search", tags.ANSWER_CLOSE: "answer"}
     corrective: ClassVar[str] = tool_calls.CORRECTIVE_MESSAGE
     ends_calls: ClassVar[bool] = True
 
-    schemas: Sequence[Mapping[str, Any]] = ()
     _frames: dict[int, list[list[int]]] = field(default_factory=dict)  # by the number of results
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

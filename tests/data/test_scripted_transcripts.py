@@ -137,7 +137,10 @@ def test_facts_are_compared_and_vain_searches_are_not_learned(questions, search)
     assert compare([b, c, a], "C", "") == "B 1950; C 1960, later; A 1 May 1950, earlier; latest: C"
     assert compare([c, b], "B", "") == "C 1960; B 1950, earlier; earliest: B"
     films = [Triple(name, "director", value) for name, value in (("A", "Ann Lee"), ("B", "Bo Berg"))]
-    assert compare(films, "B", "Which was directed by Bo Berg, A or B?") == "wanted Bo Berg; A Ann Lee, no; B Bo Berg, yes"
+    assert (
+        compare(films, "B", "Which was directed by Bo Berg, A or B?")
+        == "wanted Bo Berg; A Ann Lee, no; B Bo Berg, yes"
+    )
     assert compare(films, "B", "Which film is longer, A or B?") == compare(films, "yes", "By Ann Lee?") == ""
 
     def find_full_names(queries):  # as on a large corpus, where half a name finds another entity

@@ -12,9 +12,11 @@ from calls import TEMPLATE
 from programs import ROOT, completed
 from runs import command, metrics_without_clocks, run
 
+from psearch_jax.assembly.tools import make_dialect
 from psearch_jax.config import from_mapping
 from psearch_jax.limits import validate
 from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.types import Call, UserError
 
 PAGE = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^python (.*(?:\\\n.*)*)", PAGE, re.MULTILINE)
@@ -112,8 +114,40 @@ def test_an_own_tool_is_described_and_its_file_is_compared_on_resume(tmp_path, d
 
 
 @pytest.mark.slow
-def test_an_own_retriever_is_used(tmp_path, data, wordy_policy):
-    flag, workdir = f"--corpus={data}/corpus.jsonl", tmp_path / "run"
-    run(example("examples/custom_retriever.py", workdir, wordy_policy, data, flag, **{"rollout.initial_search": True}))
-    titles = [p["title"] for row in trajectories(workdir) for t in row["turns"] for ps in t["passages"] for p in ps]
-    assert titles and all(title.startswith(("note ", "story")) for title in titles)
+def test_an_own_retriever_and_own_questions_are_used_and_recorded(tmp_path, data, wordy_policy):
+    """Rollouts answer the questions of one file with the passages of the other; a resume after an edit is refused."""
+    source = (ROOT / "examples" / "custom_source.py").read_text(encoding="utf-8")
+    (tmp_path / "asked.py").write_text(source.replace("Who was born first", "Whose note was first"))
+    shutil.copy(ROOT / "examples" / "custom_retriever.py", tmp_path / "titles.py")
+    fields = {"retrieval.corpus": data / "corpus.jsonl", "retrieval.service": f"{tmp_path}/titles.py:TitleRetriever"}
+    fields |= {"data.source": f"{tmp_path}/asked.py:questions", "rollout.initial_search": True}
+    train = example("launch/train.py", tmp_path / "run", wordy_policy, data, **fields)
+    run(train)
+    rows = trajectories(tmp_path / "run")
+    titles = [p["title"] for row in rows for t in row["turns"] for ps in t["passages"] for p in ps]
+    assert titles and all(title.startswith("note ") for title in titles)
+    assert {(row["source"], row["kind"]) for row in rows} == {("questions", "parallel")}
+    for file, field in (("titles.py", "retrieval.service"), ("asked.py", "data.source")):
+        before = (tmp_path / file).read_text()
+        (tmp_path / file).write_text(before.replace("Ada Lovelace", "Ada King") + "# edited\n")
+        refused = completed(train)
+        assert refused.returncode == 2 and field in refused.stderr, refused.stderr[-2000:]
+        (tmp_path / file).write_text(before)
+
+
+def test_an_own_dialect_is_written_parsed_and_checked(tiny_tokenizer):
+    """The class that a config names reads what it writes, and a file without it is refused."""
+    path = ROOT / "examples" / "custom_dialect.py"
+
+    def load(name):
+        config = from_mapping({"rollout": {"dialect": f"{path}:{name}"}, "retrieval": {"max_sub_queries": 2}})
+        validate(config)
+        return make_dialect(config, tiny_tokenizer)
+
+    calls = [Call("search", "a b"), Call("search", "c ## d")]
+    text = f"<think>t</think>\n{load('Lines').write_calls(calls)}"
+    assert load("Lines").parse(text).queries == ("a b", "c ## d") and load("Lines").parse(text).well_formed
+    assert load("Lines").parse("<search>\na\nA\n a\n</search>").queries == ("a", "A")
+    for name, problem in (("Call", "no Dialect found"), ("Nothing", "has no 'Nothing'")):
+        with pytest.raises(UserError, match=problem):
+            load(name)

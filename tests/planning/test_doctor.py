@@ -14,7 +14,7 @@ from psearch_jax.config import from_mapping
 from psearch_jax.planning import doctor
 from psearch_jax.planning.doctor import examine
 from psearch_jax.runtime.accelerators import GIB
-from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.runtime.paths import TOYS
 from psearch_jax.train.checkpointing import settings
 from psearch_jax.types import UserError
 
@@ -59,7 +59,7 @@ def test_every_missing_input_has_a_line_and_a_fix(tmp_path):
 
 
 def test_an_incomplete_model_is_seen(tmp_path):
-    shutil.copytree(TOY_POLICY, tmp_path / "model")
+    shutil.copytree(TOYS["toy"], tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "model-00001-of-00002.safetensors")
     assert "1 of 2 files of weights" in wrong(findings(config(model={"path": str(tmp_path / "model")}), tmp_path))
 

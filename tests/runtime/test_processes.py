@@ -30,7 +30,8 @@ from psearch_jax.types import UserError
 def finish(started: list[subprocess.Popen]) -> list[str]:
     """The stdout of each process; fails unless all exit with code 0."""
     results = ended(started)
-    assert [code for code, _, _ in results] == [0] * len(started), [err[-2000:] for _, _, err in results]
+    errors = [err.partition("Extension modules")[0][-4000:] for _, _, err in results]  # a crash lists them last
+    assert [code for code, _, _ in results] == [0] * len(started), "\n\n".join(errors)
     return [out for _, out, _ in results]
 
 

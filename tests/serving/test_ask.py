@@ -21,7 +21,7 @@ from psearch_jax.closed_world.question_forms import questions
 from psearch_jax.config import Config, RetrievalSection, from_mapping
 from psearch_jax.limits import validate
 from psearch_jax.runtime import cli
-from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.runtime.paths import TOYS
 from psearch_jax.types import UserError
 
 SEARCHED = "Are the setting of Gamudol and the rival of Pujazas the same?"
@@ -159,7 +159,7 @@ def test_the_compared_method_is_complete():
 
 def test_a_tokenizer_that_lies_elsewhere_now(tmp_path):
     """A tokenizer path of another machine gives way to the model's own, unless the user named it."""
-    there, gone = str(TOY_POLICY), str(tmp_path / "cache" / "snapshots" / "1")
+    there, gone = str(TOYS["toy"]), str(tmp_path / "cache" / "snapshots" / "1")
     for first, recorded, expected in [
         ("toy", gone, there),
         (there, str(tmp_path), str(tmp_path)),

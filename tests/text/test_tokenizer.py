@@ -11,7 +11,7 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from psearch_jax.rollout.boundary import HIT_SEARCH, build_tables
-from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.runtime.paths import TOYS
 from psearch_jax.text import prompts
 from psearch_jax.text.tags import parse_turn
 from psearch_jax.text.tokenizer import Tokenizer
@@ -197,9 +197,9 @@ def test_generation_config_adds_stop_ids(tiny_tokenizer, tmp_path):
 def test_a_hub_id_is_loaded_as_its_files_are(tmp_path, monkeypatch):
     """A hub id loads as the directory of its files does, with the same tokens and stop ids."""
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
-    shutil.copytree(TOY_POLICY, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(TOYS["toy"], snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
     assert json.loads((snapshot / "config.json").read_text())["model_type"] == "qwen2"
-    stop = Tokenizer.load(TOY_POLICY).encode_foreign("the")[0]
+    stop = Tokenizer.load(TOYS["toy"]).encode_foreign("the")[0]
     (snapshot / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
     (tmp_path / "models--a--b" / "refs").mkdir()
     (tmp_path / "models--a--b" / "refs" / "main").write_text("0123")

@@ -8,7 +8,7 @@ import pytest
 
 from configs import smoke
 from psearch_jax.config import PRESETS, Config, MeshSection, from_mapping, to_mapping
-from psearch_jax.runtime.paths import TOY_POLICY
+from psearch_jax.runtime.paths import TOYS
 from psearch_jax.train.checkpointing import run_config
 from psearch_jax.train.checkpointing.run_config import (
     EXPORTED,
@@ -39,7 +39,7 @@ def test_the_tokenizer_of_a_run_is_found_from_elsewhere(tmp_path):
         (tmp_path / name).mkdir()
     recorded = str(tmp_path / "recorded")
     for named, expected in [
-        ("toy", str(TOY_POLICY)),
+        ("toy", str(TOYS["toy"])),
         ("somewhere/else", recorded),  # relative to where the run was started
         (str(tmp_path / "chosen"), str(tmp_path / "chosen")),  # a flag overrides the run
     ]:

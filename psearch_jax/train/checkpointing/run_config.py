@@ -11,7 +11,7 @@ import jax
 
 from psearch_jax.config import Config, DecoderConfig, MeshSection, from_mapping, to_mapping
 from psearch_jax.models import hf
-from psearch_jax.runtime.paths import absolute, locate, packaged, read_json
+from psearch_jax.runtime.paths import TOYS, absolute, locate, packaged, read_json
 from psearch_jax.sharding import mesh_sizes
 from psearch_jax.text.prompts import load_template, packaged_templates
 from psearch_jax.text.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def has_checkpoints(model: str) -> bool:
     """Whether `model` is a run directory or a checkpoint; not one in Hugging Face format, a hub id or `toy`."""
     path = locate(model)
     in_hf_format = (path / "config.json").is_file() and not (path / "checkpoints").is_dir()
-    return model != "toy" and path.is_dir() and not in_hf_format
+    return model not in TOYS and path.is_dir() and not in_hf_format
 
 
 def locate_tokenizer(config: Config, recorded: str) -> str:

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.eval.benchmarks import PAIRS, PAIRS_SOURCE
+from psearch_jax.eval.benchmarks import SEPARATE
 from psearch_jax.eval.evaluate import evaluate
 from psearch_jax.eval.scores import group_by_kind, score, summarise
 from psearch_jax.runtime import processes, progress
@@ -22,7 +22,7 @@ EVAL_STEP = 2**31 - 1  # in the random keys of every evaluation, so that all use
 def evaluate_policy(run: Run, temperature: float) -> dict[str, dict[str, float]]:
     """Evaluates the current policy: summaries over all questions (`all`) and per kind.
 
-    The closed world's minimal pairs are summarised separately. Random keys do not depend on the training seed.
+    The sets of `SEPARATE` are summarised separately. Random keys do not depend on the training seed.
     """
 
     def on_progress(done: int, own: int) -> None:
@@ -40,9 +40,10 @@ def evaluate_policy(run: Run, temperature: float) -> dict[str, dict[str, float]]
             progress=on_progress,
         )
     scores = [score(t) for t in trajectories]
-    pairs = [s for s in scores if s.source == PAIRS_SOURCE]
-    others = [s for s in scores if s.source != PAIRS_SOURCE]
-    groups = {"all": others, **group_by_kind(others)} | ({PAIRS: pairs} if pairs else {})
+    others = [s for s in scores if s.source not in SEPARATE]
+    groups = {"all": others, **group_by_kind(others)}
+    for source in dict.fromkeys(s.source for s in scores if s.source in SEPARATE):
+        groups[SEPARATE[source]] = [s for s in scores if s.source == source]
     return {name: summarise(group) for name, group in groups.items()}
 
 
