@@ -209,6 +209,24 @@ def test_the_device_stops_where_the_host_reads_a_tag(policy, sampled, figure):
     figure(f"turns of {len(sampled)} trajectories that end alike on device and host", counts)
 
 
+@pytest.mark.parametrize("directory", [MODEL, os.environ.get("PSEARCH_QWEN3", "")], ids=["model", "Qwen3"])
+def test_tool_calls_are_those_of_the_chat_template(directory):
+    """A policy that was trained on native calls sees other text around them than in its training data."""
+    from calls import check_template
+
+    from psearch_jax.rollout.calculator import CALCULATOR
+    from psearch_jax.rollout.tools import SEARCH_SCHEMA
+    from psearch_jax.text.dialects import ToolCalls
+    from psearch_jax.text.tokenizer import Tokenizer
+
+    if not directory:
+        pytest.skip("PSEARCH_QWEN3 names no directory with Qwen3's tokenizer")
+    tokenizer = Tokenizer.load(directory)
+    if "tool_call" not in tokenizer.hf.chat_template:
+        pytest.skip(f"{directory}: the chat template writes no tool calls")
+    check_template(ToolCalls(tokenizer, 200, schemas=[SEARCH_SCHEMA, CALCULATOR.schema]))
+
+
 VARIANTS = {
     "float32": ({}, 1e-3),
     "bfloat16": ({"sampling_dtype": "bfloat16", "dtype": "bfloat16"}, 0.05),

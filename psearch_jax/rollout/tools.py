@@ -6,6 +6,7 @@ Other tools may fail, hang or be called wrongly without ending a run: the policy
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import inspect
 import json
@@ -26,6 +27,7 @@ from retrieval.protocol import Passage, RetrievalError, Retriever, as_utf8, in_b
 log = logging.getLogger("psearch_jax")
 # The ids of passages that report a failed call.
 ERROR, TIMEOUT = "tool error", "tool timeout"
+_FAILED = "error:"  # begins the text of a failed call
 
 Calls = Mapping[int, tuple[Call, ...]]  # order of a rollout (rollouts.Rollout) -> its calls
 Passages = dict[int, tuple[tuple[Passage, ...], ...]]  # order of a rollout -> the passages of each call
@@ -102,7 +104,7 @@ def from_function(function: Callable[..., Any]) -> Tool:
 
 def failure(reason: str) -> str:
     """The text of a failed call."""
-    return f"error: {' '.join(reason.split())[:300]}"
+    return f"{_FAILED} {' '.join(reason.split())[:300]}"
 
 
 @dataclass(frozen=True)
@@ -132,44 +134,40 @@ class Toolbox:
         """
         flat = [call for of_rollout in calls.values() for call in of_rollout]
         results: list[tuple[Passage, ...]] = [()] * len(flat)
-        batches, started = self._sort(flat, results), {}
-        for tool in self.tools:
-            if rows := batches.pop(tool.name, []):
-                started[tool.name] = rows, self._start(tool, [arguments for _, arguments in rows])
-        searches = [i for i, _ in batches.pop(SEARCH, [])]
-        for i, ranking in zip(searches, self._search([flat[i].text for i in searches]), strict=True):
-            results[i] = ranking
-        for tool in self.tools:
-            if tool.name in started:
-                rows, future = started[tool.name]
-                timeout_s = self.timeout_s if tool.timeout_s is None else tool.timeout_s
-                for (i, _), passage in zip(rows, _await(tool, future, len(rows), timeout_s), strict=True):
-                    results[i] = (passage,)
-        by_call = iter(results)
-        return {order: tuple(next(by_call) for _ in of_rollout) for order, of_rollout in calls.items()}
-
-    def _sort(
-        self, flat: Sequence[Call], results: list[tuple[Passage, ...]]
-    ) -> dict[str, list[tuple[int, Arguments]]]:
-        """(index, arguments) of the valid calls of each tool; the others get their result here."""
-        known, batches = {tool.name: tool for tool in self.tools}, dict[str, list[tuple[int, Arguments]]]()
+        accepted: dict[str, dict[int, Arguments]] = {}  # of each tool, by the index of the call
         for i, call in enumerate(flat):
-            problem, arguments = "", {QUERY: call.text}
-            if call.tool == SEARCH:
-                problem = "" if call.text else f"{QUERY}: a text is required"
-            elif tool := known.get(call.tool):
-                budget = self.budget if tool.budget is None else tool.budget
-                arguments = json.loads(call.text)
-                problem = _problem(arguments, tool.parameters)
-                if budget and call.number >= budget:
-                    problem = f"all {budget} calls of {tool.name} were made"
-            else:
-                problem = f"no tool {call.tool[:40]!r}, there are: {', '.join([SEARCH, *known])}"
+            arguments, problem = self._check(call)
             if problem:
                 results[i] = (Passage(ERROR, "", failure(problem)),)
             else:
-                batches.setdefault(call.tool, []).append((i, arguments))
-        return batches
+                accepted.setdefault(call.tool, {})[i] = arguments
+        searches = accepted.pop(SEARCH, {})
+        started = {name: self._start(self._by_name[name], list(batch.values())) for name, batch in accepted.items()}
+        for i, ranking in zip(searches, self._search([flat[i].text for i in searches]), strict=True):
+            results[i] = ranking
+        for name, future in started.items():
+            for i, passage in zip(accepted[name], self._await(name, future, len(accepted[name])), strict=True):
+                results[i] = (passage,)
+        by_call = iter(results)
+        return {order: tuple(next(by_call) for _ in of_rollout) for order, of_rollout in calls.items()}
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Tool]:
+        return {tool.name: tool for tool in self.tools}
+
+    def _check(self, call: Call) -> tuple[Arguments, str]:
+        """The arguments of a call, and what is wrong with it, in one line; "" if nothing is."""
+        if call.tool == SEARCH:
+            return {QUERY: call.text}, "" if call.text else f"{QUERY}: a text is required"
+        if call.tool not in self._by_name:
+            return {}, f"no tool {call.tool[:40]!r}, there are: {', '.join([SEARCH, *self._by_name])}"
+        tool, arguments = self._by_name[call.tool], json.loads(call.text)
+        budget = self.budget if tool.budget is None else tool.budget
+        if budget and call.number >= budget:
+            return {}, f"all {budget} calls of {tool.name} were made"
+        error = best_match(jsonschema.Draft202012Validator(tool.parameters).iter_errors(arguments))
+        where = "" if error is None else ".".join(map(str, error.path)) or "arguments"
+        return arguments, "" if error is None else f"{where}: {first_line(error)}"
 
     def _start(self, tool: Tool, arguments: Sequence[Arguments]) -> Future | None:
         """Starts a batch in the background; None if the last one has not ended, since a batch that hangs stays."""
@@ -184,28 +182,20 @@ class Toolbox:
             raise RetrievalError(f"the retriever returned {len(rankings)} rankings for {len(queries)} queries")
         return [tuple(map(in_utf8, ranking)) for ranking in rankings]
 
-
-def _problem(arguments: Arguments, schema: Mapping[str, Any]) -> str:
-    """What is wrong with arguments, in one line; "" if nothing is."""
-    error = best_match(jsonschema.Draft202012Validator(schema).iter_errors(arguments))
-    return "" if error is None else f"{'.'.join(map(str, error.path)) or 'arguments'}: {first_line(error)}"
-
-
-def _await(tool: Tool, future: Future | None, count: int, timeout_s: float) -> list[Passage]:
-    """The results of a batch of `count` calls, each as a passage."""
-    if future is None:
-        return [Passage(TIMEOUT, "", failure(f"{tool.name} does not respond"))] * count
-    try:
-        texts = future.result(timeout_s)
-        if len(texts) != count:
-            raise ValueError(f"{len(texts)} results for {count} calls")
-    except TimeoutError as error:
-        if not future.done():
-            log.warning("%s did not respond in %g s; its %d calls fail", tool.name, timeout_s, count)
+    def _await(self, name: str, future: Future | None, count: int) -> list[Passage]:
+        """The results of a batch of `count` calls, each as a passage."""
+        own = self._by_name[name].timeout_s
+        timeout_s = self.timeout_s if own is None else own
+        if future is None:
+            return [Passage(TIMEOUT, "", failure(f"{name} does not respond"))] * count
+        if not concurrent.futures.wait([future], timeout_s).done:
+            log.warning("%s did not respond in %g s; its %d calls fail", name, timeout_s, count)
             return [Passage(TIMEOUT, "", failure(f"no response in {timeout_s:g} s"))] * count
-        texts = [failure(first_line(error))] * count
-    except BaseException as error:  # also what a library in another language raises
-        log.warning("%s failed: %s", tool.name, first_line(error))
-        texts = [failure(f"{type(error).__name__}: {first_line(error)}")] * count
-    texts = [as_utf8(str(text)) for text in texts]
-    return [Passage(ERROR if text.startswith(failure("").strip()) else "", "", text) for text in texts]
+        try:
+            texts = [as_utf8(str(text)) for text in future.result()]
+            if len(texts) != count:
+                raise ValueError(f"{len(texts)} results for {count} calls")
+        except BaseException as error:  # also what a library in another language raises
+            log.warning("%s failed: %s", name, first_line(error))
+            texts = [failure(f"{type(error).__name__}: {first_line(error)}")] * count
+        return [Passage(ERROR if text.startswith(_FAILED) else "", "", text) for text in texts]

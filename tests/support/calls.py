@@ -1,5 +1,7 @@
 """Tool calls for tests: a chat template that writes them, and a collector whose policy writes what a test says."""
 
+import json
+
 from helpers import retriever, rollout_section, scripted_sampler
 from transformers import AutoTokenizer
 from written import CONFIG, say
@@ -7,9 +9,11 @@ from written import CONFIG, say
 from psearch_jax.config import RetrievalSection
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.tools import SEARCH_SCHEMA
+from psearch_jax.text import tags
 from psearch_jax.text.dialects import ToolCalls
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import Call
+from psearch_jax.types import Call, pair_calls
+from retrieval.protocol import Passage
 
 # In the format of Qwen2.5's template, with the same separators.
 TEMPLATE = """\
@@ -35,6 +39,38 @@ ADA, ALAN, SUM = Call("search", "Ada born"), Call("search", "Alan born"), Call("
 
 def block(text: str) -> str:
     return f"<tool_call>\n{text}\n</tool_call>"
+
+
+def check_template(dialect: ToolCalls) -> None:
+    """A conversation is the text that the chat template renders, and the dialect reads the template's own calls."""
+    calls, hf = (ADA, SUM), dialect.tokenizer.hf
+    results = ((Passage("1", "Ada", "Ada was born in 1815."),), (Passage("", "", "3"),))
+    called = [{"name": call.tool, "arguments": json.loads(call.text)} for call in calls[1:]]
+    called.insert(0, {"name": "search", "arguments": {"query": "Ada born"}})
+    messages = [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": "<think>\nTwo.\n</think>", "tool_calls": called},
+        {"role": "tool", "content": "Ada was born in 1815.\n"},
+        {"role": "tool", "content": "3\n"},
+        {"role": "assistant", "content": "<think>\nDone.\n</think>\n\n<answer>3</answer>"},
+    ]
+    rendered = hf.apply_chat_template(messages, tools=list(dialect.schemas), tokenize=False)
+    for schema in dialect.schemas:  # in which we escape tags
+        assert json.dumps(schema) in rendered
+        rendered = rendered.replace(json.dumps(schema), tags.escape_tags(json.dumps(schema, ensure_ascii=False)))
+    header = "<|im_start|>assistant\n"
+    first, last = (piece.partition("<|im_end|>")[0] for piece in rendered.split(header)[-2:])
+    action = dialect.parse(first)
+    assert action.well_formed and pair_calls(action.tools, action.queries) == calls
+    assert not dialect.parse(first, ended=False).well_formed and dialect.parse(last).answer == "3"
+    assert dialect.write_calls(calls) in first
+    observed = dialect.observe(calls, results)
+    ids = dialect.chat(messages[:1]) + dialect.encode_reply(first, True) + observed.ids
+    ids += dialect.encode_reply(last, False)
+    assert dialect.tokenizer.decode(ids, control=True) + "\n" == rendered
+    assert observed.shown == (("Ada was born in 1815.",), ("3",))
+    # Begun in the middle of a reply, the host ends it first.
+    assert dialect.observe(calls, results, ended=False).ids == [dialect.tokenizer.reply_stop, *observed.ids]
 
 
 def tool_collector(tokenizer: Tokenizer, tools=(), **options) -> Collector:

@@ -1,9 +1,7 @@
 """Native tool calls: the grammar, and prompts, replies and results in the tokens of a chat template."""
 
-import json
-
 import pytest
-from calls import ADA, ALAN, SUM, TEMPLATE, THOUGHT, block
+from calls import ADA, ALAN, SUM, TEMPLATE, THOUGHT, block, check_template
 from transformers import AutoTokenizer
 
 from psearch_jax.rollout.tools import SEARCH_SCHEMA
@@ -79,35 +77,9 @@ def test_answers_and_unclosed_calls():
     assert parse_turn(THOUGHT + write_calls([ADA, ALAN, SUM]), max_calls=2).queries == ("Ada born", "Alan born")
 
 
-def test_a_trajectory_is_what_the_template_renders(dialect, tokenizer):
-    """Prompt, replies and results have the tokens with which a model was trained on such a conversation."""
-    calls, results = (ADA, SUM), ((Passage("1", "Ada", "Ada was born in 1815."),), (Passage("", "", "3"),))
-    asked = {"role": "user", "content": "When?"}
-    thought, answer = "<think>Two.</think>", "<think>Done.</think>\n<answer>3</answer>"
-    text = f"{thought}\n{write_calls(calls)}"
-    action = dialect.parse(text)
-    assert action.well_formed and action.tools == ("search", "calculator")
-    assert not dialect.parse(text, ended=False).well_formed
-    observed = dialect.observe(calls, results)
-    ids = dialect.chat([asked]) + dialect.encode_reply(text, True) + observed.ids + dialect.encode_reply(answer, False)
-    called = [{"name": call.tool, "arguments": json.loads(call.text)} for call in calls[1:]]
-    called.insert(0, {"name": "search", "arguments": {"query": "Ada born"}})
-    messages = [
-        asked,
-        {"role": "assistant", "content": thought, "tool_calls": called},
-        {"role": "tool", "content": "Ada was born in 1815.\n"},
-        {"role": "tool", "content": "3\n"},
-        {"role": "assistant", "content": answer},
-    ]
-    rendered = tokenizer.hf.apply_chat_template(messages, tools=[SEARCH_SCHEMA], tokenize=False)
-    assert tokenizer.decode(ids, control=True) + "\n" == rendered.replace(json.dumps(SEARCH_SCHEMA), schema(dialect))
-    assert observed.shown == (("Ada was born in 1815.",), ("3",))
-    # Begun in the middle of a reply, the host ends it first.
-    assert dialect.observe(calls, results, ended=False).ids == [tokenizer.reply_stop, *observed.ids]
-
-
-def schema(dialect) -> str:
-    return tags.escape_tags(json.dumps(dialect.schemas[0], ensure_ascii=False))
+def test_a_trajectory_is_what_the_template_renders(dialect):
+    """Prompt, replies and results have the text with which a model was trained on such a conversation."""
+    check_template(dialect)
 
 
 def test_neither_results_nor_descriptions_forge_a_call(tokenizer):
