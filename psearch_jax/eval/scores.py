@@ -55,6 +55,11 @@ class Score:
         return self.first_sub_queries >= 2
 
     @property
+    def decided_rightly(self) -> bool:
+        """Whether the first search split a parallel question, or did not split another one; not without a search."""
+        return self.first_sub_queries > 0 and self.split == (self.kind == "parallel")
+
+    @property
     def question(self) -> tuple[str, str]:
         """(source, id)."""
         return self.source, self.id
@@ -195,9 +200,9 @@ def judge_splitting(scores: Sequence[Score]) -> dict[str, Any]:
     """Whether the first search was split when it should be, regardless of the answer; JSON-serialisable.
 
     `confusion` counts per kind: `split`, `not_split` (one query), `no_search`. A decision is correct if a parallel
-    question is split, or a sequential or single one is not. `accuracy`, `precision` and `recall` of splitting are over
+    question is split, or a sequential or single one is searched without a split. `accuracy`, `precision` and `recall` of splitting are over
     those three kinds, None if nothing counts. Mixed questions, which can be split in part, are excluded.
-    `never_split` and `word_heuristic` are the accuracies of two controls: never splitting, and splitting if
+    `never_split` and `word_heuristic` are the accuracies of two controls: one query, and splitting if
     `looks_parallel`.
     """
     confusion: dict[str, dict[str, int]] = {}
@@ -209,7 +214,7 @@ def judge_splitting(scores: Sequence[Score]) -> dict[str, Any]:
     split = [s for s in counted if s.split]
     return {
         "confusion": confusion,
-        "accuracy": share_of(sum(s.split == (s.kind == "parallel") for s in counted), len(counted)),
+        "accuracy": share_of(sum(s.decided_rightly for s in counted), len(counted)),
         "precision": share_of(sum(s.kind == "parallel" for s in split), len(split)),
         "recall": share_of(sum(s.split for s in parallel), len(parallel)),
         "never_split": share_of(len(counted) - len(parallel), len(counted)),
