@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from psearch_jax.assembly.checks import check_run, missing_inputs, needs_retriever
+from psearch_jax.assembly.checks import check_run, check_vocabulary, missing_inputs, needs_retriever
 from psearch_jax.assembly.policies import (
     describe_policy,
     init_adapters,
@@ -179,6 +179,10 @@ def training_run(config: Config, retriever: Retriever | None = None) -> Run:
         log.warning("rollouts are sampled with older weights without a correction: set learning.importance_cap=2")
     recording = Recording(config.train.replay) if config.train.replay else None
     questions, evaluation = load_questions(config, parts.world)
+    try:
+        check_vocabulary(parts.tokenizer, questions)
+    except UserError as error:
+        log.warning("%s", error)
     evaluation, scripted = [] if recording else evaluation, {}
     if config.train.scripted and not recording:  # a recording has them
         file, render, dialect = config.train.scripted, parts.collector.render, parts.collector.dialect

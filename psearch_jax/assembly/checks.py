@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -12,8 +13,12 @@ from psearch_jax.eval.benchmarks import CLOSED_WORLD
 from psearch_jax.runtime import hub
 from psearch_jax.runtime.paths import TOYS, is_remote, on_disk, packaged
 from psearch_jax.sharding import check_heads, check_rows
-from psearch_jax.types import UserError
+from psearch_jax.text.tokenizer import Tokenizer
+from psearch_jax.types import Question, UserError
 from retrieval.protocol import Retriever
+
+MEASURED = 200  # questions whose tokens are counted
+LEAST_BYTES = 2.0  # of a token of the questions; English has about 4, a text that is spelled hardly more than 1
 
 
 def missing_inputs(config: Config, training: bool = True, retriever: Retriever | None = None) -> list[str]:
@@ -77,6 +82,23 @@ def needs_retriever(config: Config, training: bool) -> bool:
     if training and config.train.replay:
         return False
     return config.rollout.search_turns > 0 or config.rollout.initial_search
+
+
+def check_vocabulary(tokenizer: Tokenizer, questions: Sequence[Question]) -> str:
+    """The mean size of a token of the first questions.
+
+    Raises:
+      UserError: the vocabulary is that of another language, so the policy cannot have learned the words.
+    """
+    texts = [question.text for question in questions[:MEASURED]]
+    size = sum(len(text.encode()) for text in texts) / sum(len(tokenizer.encode_foreign(text)) for text in texts)
+    if size < LEAST_BYTES:
+        raise UserError(
+            f"tokenizer {tokenizer.name}: a token of the questions has {size:.1f} bytes on average, so it spells "
+            "their words; accepted: a model of their language. The toy policies know only the words of the closed "
+            "world (docs/quickstart.md)"
+        )
+    return f"{size:.1f} bytes per token"
 
 
 def _exists_here_or_on_hub(path: str, file: str = "config.json") -> bool:

@@ -200,9 +200,9 @@ def judge_splitting(scores: Sequence[Score]) -> dict[str, Any]:
     """Whether the first search was split when it should be, regardless of the answer; JSON-serialisable.
 
     `confusion` counts per kind: `split`, `not_split` (one query), `no_search`. A decision is correct if a parallel
-    question is split, or a sequential or single one is searched without a split. `accuracy`, `precision` and `recall` of splitting are over
-    those three kinds, None if nothing counts. Mixed questions, which can be split in part, are excluded.
-    `never_split` and `word_heuristic` are the accuracies of two controls: one query, and splitting if
+    question is split, or a sequential or single one is searched without a split. `accuracy`, `precision` and `recall`
+    of splitting are over those three kinds, None if nothing counts. Mixed questions, which can be split in part, are
+    excluded. `never_split` and `word_heuristic` are the accuracies of two controls: one query, and splitting if
     `looks_parallel`.
     """
     confusion: dict[str, dict[str, int]] = {}

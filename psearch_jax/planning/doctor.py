@@ -13,9 +13,10 @@ from typing import Any
 import jax
 
 from psearch_jax.assembly import build
-from psearch_jax.assembly.checks import missing_inputs, needs_retriever
+from psearch_jax.assembly.checks import MEASURED, check_vocabulary, missing_inputs, needs_retriever
 from psearch_jax.assembly.policies import load_tokenizer, with_adapter_shape
 from psearch_jax.assembly.questions import check_best_metric, make_world
+from psearch_jax.assembly.tools import make_dialect, make_tools
 from psearch_jax.config import Config, with_method
 from psearch_jax.data.held_out import hold_out, pick
 from psearch_jax.data.prepared import count_kinds, location_exists, open_questions
@@ -43,7 +44,6 @@ DEVICE_FILES = {
     "/dev/accel0": "`pip install -e '.[tpu]'`",
     "/dev/vfio/0": "`pip install -e '.[tpu]'`",
 }
-PROMPTS = 200  # questions whose prompts are measured
 SHARDS = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
 
@@ -216,16 +216,16 @@ def check_prompt(config: Config) -> str | None:
     is_file = data.source != CLOSED_WORLD and data.source and location_exists(data.source)
     if not (is_file and directory and Path(directory).is_dir()):
         return name
-    questions = open_questions(data.source)
-    render = build.make_renderer(config, Tokenizer.load(directory))
-    lengths = [len(render(questions[i])) for i in range(min(len(questions), PROMPTS))]
+    questions, tokenizer = open_questions(data.source), Tokenizer.load(directory)
+    render = build.make_renderer(config, make_dialect(config, tokenizer, make_tools(config.rollout)))
+    lengths = [len(render(question)) for question in questions[:MEASURED]]
     if max(lengths) > limit:
         over = sum(length > limit for length in lengths)
         raise UserError(
             f"{name}: {over} of the first {len(lengths)} prompts exceed config.rollout.prompt_tokens={limit} "
             f"(the longest has {max(lengths)} tokens); accepted: a shorter template, or more prompt_tokens"
         )
-    return f"{name}, up to {max(lengths)} of {limit} tokens"
+    return f"{name}, up to {max(lengths)} of {limit} tokens, {check_vocabulary(tokenizer, questions)}"
 
 
 def check_passages(config: Config) -> str | None:

@@ -111,6 +111,13 @@ def test_prompts_are_measured(tmp_path):
         assert words in prompt.text and prompt.wrong == (text != "{question}")
 
 
+def test_questions_in_another_language_than_the_policys_are_seen(tmp_path):
+    """The toy policy spells English, and so copies names wrongly and guesses."""
+    data = write_questions(tmp_path / "questions.jsonl", 48, "Who composed the overture that Beethoven withdrew?")
+    (prompt,) = findings(config(data=data), tmp_path)["prompt"]
+    assert prompt.wrong and "a token of the questions has 1." in prompt.text and "closed world" in prompt.text
+
+
 def test_memory_that_does_not_suffice_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "available_memory", lambda: 2**20)
     assert "of 0.00 GiB on each device" in wrong(findings(config(), tmp_path / "not" / "yet"))
