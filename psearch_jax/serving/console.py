@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +13,16 @@ from rich.text import Text
 
 from psearch_jax.serving.answerer import Event
 from psearch_jax.text import tags
+from psearch_jax.text.answers import contains_words, normalise
 from psearch_jax.text.evidence import find_support
 from psearch_jax.types import SEARCH as SEARCH_TOOL
 from psearch_jax.types import Trajectory
 from retrieval.protocol import Passage
 
 BRANCH, LAST = ("\u251c\u2500 ", "\u2502  "), ("\u2514\u2500 ", "   ")
-ANSWER, SEARCH, DIM = "bold green", "bold cyan", "dim"
+ANSWER, SEARCH, DIM, DOUBT = "bold green", "bold cyan", "dim", "yellow"
+_NAME = re.compile(r"(?<=\s)(?:[^\W\d_]*[A-Z]\w*|\d+)")  # with a capital letter, not the first word; or a number
+_REPEATED = re.compile(r"(.{3,60}?)\1{4,}", re.DOTALL)
 WITHOUT = {
     "truncated": "no answer: the context is full",
     "out_of_turns": "no answer: the last turn ended without one",
@@ -101,6 +105,8 @@ class AnswerPrinter:
             self._line("found in:")
         for passage in evidence:
             self._line(f"  {one_line(passage)}")
+        for doubt in find_doubts(summary.trajectory):
+            self._line(f"note: {doubt}", DOUBT)
         self._line(describe_time(summary), DIM)
 
     def line(self, text: str) -> None:
@@ -121,6 +127,18 @@ class AnswerPrinter:
             self._console.print(shown, end="")
             self.recorded.append_text(shown)
             self._at_start = text.endswith("\n")
+
+
+def find_doubts(trajectory: Trajectory) -> list[str]:
+    """What makes an answer doubtful, whatever it says: unrelated passages, or a text that repeats itself."""
+    doubts = []
+    names = [normalise(name) for name in _NAME.findall(trajectory.question.text)]
+    passages = [normalise(f"{p.title} {p.text}") for t in trajectory.turns for ranking in t.passages for p in ranking]
+    if names and passages and not any(contains_words(text, name) for text in passages for name in names):
+        doubts.append("no passage that was found has a name of the question")
+    if any(_REPEATED.search(turn.text) for turn in trajectory.turns):
+        doubts.append("the policy repeats itself; it may not have been trained on such questions")
+    return doubts
 
 
 def describe_time(summary: AnswerSummary) -> str:
@@ -157,6 +175,7 @@ def as_json(question: str, summary: AnswerSummary) -> dict[str, Any]:
         "answer": trajectory.answer,
         "status": trajectory.status,
         "turns": turns,
+        "doubts": find_doubts(trajectory),
         "found_in": [passage.id for passage in find_support(trajectory.turns, [trajectory.answer or ""])],
         "first_text_seconds": round(summary.first_text_seconds or summary.total, 4),
         "seconds": round(summary.total, 4),
