@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from programs import ROOT, refusal
+from programs import ROOT, completed, refusal
 
 from psearch_jax.config import FAMILIES, Config
 from psearch_jax.config.setting import settings_of
@@ -98,3 +98,13 @@ def test_the_commands_of_the_makefile_are_accepted():
     for line in lines:
         words = shlex.split(line[line.index("launch/") :].partition("||")[0].replace("$policy", "run"))
         assert not (refused := refusal(words)), (words, refused)
+
+
+def test_the_readme_shows_what_its_command_prints():
+    """The transcript of the shipped policy is what the command above it prints, in the world of the demo."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"^\.venv/bin/python (.* --model=toy)$\n```\n\n```\n(.*?)```", page, re.M | re.S).groups()
+    done = completed([sys.executable, *shlex.split(command)])
+    printed = [line for line in done.stdout.splitlines() if line.startswith("<think>")]
+    assert printed == shown.splitlines(), done.stderr[-2000:]
+    assert "note:" not in done.stdout
