@@ -85,6 +85,7 @@ setup(
         "psearch_jax": [
             "py.typed",
             "assets/toy_policy/*",
+            "assets/toy_tools_policy/*",
             "assets/prompts/*",
             "assets/*.tsv",
             "report/assets/*",

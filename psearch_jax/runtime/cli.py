@@ -18,6 +18,8 @@ import jax
 from absl import app, flags
 from ml_collections import ConfigDict
 
+from psearch_jax.config import Config
+from psearch_jax.config.setting import settings_of
 from psearch_jax.runtime import platforms, processes, progress
 from psearch_jax.runtime.paths import STORE, is_store_error
 from psearch_jax.types import ITEM, UserError, first_line
@@ -188,8 +190,18 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
         if not _overrides(argv):
             raise
         cause = error.args[0] if isinstance(error.args[0], KeyError) else error  # whose text would be quoted
-        sys.exit(_refuse(f"--config: unknown field {cause.args[0]}"))
+        sys.exit(_refuse(f"--config: unknown field {cause.args[0]}{_suggest(cause.args[0])}"))
     return rest
+
+
+def _suggest(message: str) -> str:
+    """Fields of a run that an unknown field may mean, where ml_collections found none: by their end or initials."""
+    if "Did you mean" in message:
+        return ""
+    unknown, names = message.strip("'"), list(settings_of(Config))
+    words = {name: name.rpartition(".")[2].split("_") for name in names}
+    meant = [name for name in names if unknown in (words[name][-1], "".join(word[0] for word in words[name]))]
+    return f"; did you mean {' or '.join(meant)}?" if meant else "; docs/configuration.md lists all fields"
 
 
 def _check_config_file(argv: Sequence[str]) -> None:

@@ -103,7 +103,8 @@ def test_the_commands_of_the_makefile_are_accepted():
 def test_the_readme_shows_what_its_command_prints():
     """The transcript of the shipped policy is what the command above it prints, in the world of the demo."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    command, shown = re.search(r"^\.venv/bin/python (.* --model=toy)$\n```\n\n```\n(.*?)```", page, re.M | re.S).groups()
+    block = r"^\.venv/bin/python (.* --model=toy)$\n```\n\n```\n(.*?)```"
+    command, shown = re.search(block, page, re.MULTILINE | re.DOTALL).groups()
     done = completed([sys.executable, *shlex.split(command)])
     printed = [line for line in done.stdout.splitlines() if line.startswith("<think>")]
     assert printed == shown.splitlines(), done.stderr[-2000:]

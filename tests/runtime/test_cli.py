@@ -73,6 +73,11 @@ def program(tmp_path_factory):
         ("--config=nope.py", "flags_only: --config=nope.py: FileNotFoundError: [Errno 2] No such file or directory"),
         ("--config=broken.py", "flags_only: --config=broken.py: ValueError: unknown key 'rolout'"),
         ("--config=config.py --config.size.row=1", "unknown field 'row' Did you mean \"rows\""),
+        (
+            "--config=config.py --config.size.lr=1",
+            "unknown field 'lr'; did you mean model.lora_rank or learn",
+        ),
+        ("--config=config.py --config.size.x=1", "unknown field 'x'; docs/configuration.md lists all fields"),
         ("--config=config.json", "flags_only: --config=config.json: no get_config found, accepted: a Python file"),
         ("--name=", "flags_only: flag --name=: found '', accepted: a value"),
         ("--share=nan", "flags_only: flag --share=nan: accepted: a finite number"),
