@@ -2,7 +2,7 @@
 
     python examples/toy_questions.py --out=data
 
-A name must consist of three syllables of the vocabulary (`psearch_jax.closed_world.names.draw_names` makes such names);
+A name must consist of three syllables of the vocabulary, as those of `psearch_jax.closed_world.names.draw_names`;
 other names are spelled, and the policy copies them wrongly. A year must be one of 1920 to 1979.
 """
 

@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 policy_flags.define_flags("toy")
 COMPARE = flags.DEFINE_enum("compare", None, policy_flags.METHODS, "A second method that also answers each question.")
 TEMPERATURE = policy_flags.temperature_flag(0.0)
+flags.adopt_module_key_flags(policy_flags)  # --help lists them
 SEED = flags.DEFINE_integer("seed", 0, "Sampling seed; no effect at temperature 0.", 0, 2**32 - 1)
 JSON = flags.DEFINE_bool("json", False, "Print only one JSON object per question and method.")
 SVG_COLUMNS = 108

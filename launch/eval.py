@@ -37,6 +37,7 @@ policy_flags.define_flags(None)
 BENCHMARK = flags.DEFINE_multi_string("benchmark", [], "NAME:FILE, closed_world or closed_world:SET; repeatable.")
 OUT = flags.DEFINE_string("out", None, "The directory to write to.")
 TEMPERATURE = policy_flags.temperature_flag(0.0)
+flags.adopt_module_key_flags(policy_flags)  # --help lists them
 SEED = flags.DEFINE_integer("seed", 1, "Sampling seed; no effect at temperature 0.", 0, 2**32 - 1)
 SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories per question.", lower_bound=1)
 K = flags.DEFINE_multi_integer("k", [], "Report pass@k, k at most --samples; repeatable.", lower_bound=1)

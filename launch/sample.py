@@ -30,6 +30,7 @@ QUESTIONS = flags.DEFINE_string(
 COUNT = flags.DEFINE_integer("count", 0, "Use only this number of questions, from the first on; 0: all.", 0)
 SAMPLES = flags.DEFINE_integer("samples", 8, "Rollouts per question.", 1)
 TEMPERATURE = policy_flags.temperature_flag(1.0)
+flags.adopt_module_key_flags(policy_flags)  # --help lists them
 KEEP = flags.DEFINE_integer("keep", 1, "Maximum number of rollouts to keep per question.", 1)
 MIN_REWARD = flags.DEFINE_float("min_reward", 1.0, "Minimum reward of a kept rollout.")
 SEED = flags.DEFINE_integer("seed", 0, "Sampling seed.", 0, 2**32 - 1)

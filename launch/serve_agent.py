@@ -20,6 +20,7 @@ from retrieval.remote import http
 
 ROOT = Path(__file__).resolve().parent.parent
 policy_flags.define_flags("toy")
+flags.adopt_module_key_flags(policy_flags)  # --help lists them
 cli.server_flags(8001)
 _SLOTS = flags.DEFINE_integer("slots", 32, "questions answered in one batch; others wait for a slot", 1)
 _REQUESTS = flags.DEFINE_integer("requests", 256, "maximum concurrent requests; others get status 503", 1)

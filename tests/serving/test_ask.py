@@ -178,3 +178,10 @@ def defined():
     if "retriever_url" not in flags.FLAGS:
         policy_flags.define_flags("toy")
     flags.FLAGS([""])
+
+
+@pytest.mark.parametrize("program", ["ask", "eval", "sample", "serve_agent"])
+def test_the_help_lists_the_flags_that_several_programs_share(program):
+    """--help shows how to name the policy and the passages."""
+    shown = completed([sys.executable, f"launch/{program}.py", "--help"]).stdout
+    assert all(f"--{name}:" in shown or f"--[no]{name}:" in shown for name in ("model", "index", "corpus", "best"))
