@@ -22,6 +22,7 @@ from psearch_jax.closed_world.scripted import (
 from psearch_jax.closed_world.toy_tokenizer import write_tokenizer
 from psearch_jax.rollout.calculator import CALCULATOR, evaluate
 from psearch_jax.rollout.tools import SEARCH_SCHEMA, Toolbox
+from psearch_jax.runtime.paths import TOYS
 from psearch_jax.text.dialects import Tags, ToolCalls
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import KINDS, Question, pair_calls
@@ -93,6 +94,13 @@ def test_the_tokenizer_has_a_token_for_every_word(world, dialect):
         letters -= set(tokenizer.encode_foreign(str(number)))
     for text in [*texts, *(f"{p.text}\n" for p in world.passages)]:
         assert not letters & set(tokenizer.encode_foreign(text)), text
+
+
+def test_shipped_tokenizers_are_current(dialect):
+    """A policy that ships reads the ids that the code of its tokenizer writes."""
+    shipped = Tokenizer.load(TOYS["toy_tools" if isinstance(dialect, ToolCalls) else "toy"])
+    assert shipped.fingerprint == dialect.tokenizer.fingerprint
+    assert shipped.hf.chat_template == dialect.tokenizer.hf.chat_template
 
 
 def test_tokenizer_is_reproducible_and_lossless(tokenizer, tmp_path):
