@@ -27,11 +27,13 @@ WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if ab
 TRANSCRIPTS = flags.DEFINE_string("transcripts", "", "jsonl files of rollouts or transcripts, separated by commas.")
 EXPORT = flags.DEFINE_bool("export", True, "Write DIR/policy at the end.")
 CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
+LOG = flags.DEFINE_string("log", "", "Log the metrics also to wandb:PROJECT or trackio:PROJECT.")
 cli.process_flags()
 cli.require("config", "workdir")
 
 
 def main(_: list[str]) -> None:
+    from psearch_jax.runtime.metrics import load_log
     from psearch_jax.runtime.paths import check_new, on_disk
     from psearch_jax.types import UserError
 
@@ -43,6 +45,8 @@ def main(_: list[str]) -> None:
     workdir = on_disk(WORKDIR.value, "--workdir")
     check_new(workdir / "policy", "a --workdir without a policy")
     cli.configure_jax()
+    if LOG.value:
+        load_log(LOG.value)
     stop = StopRequest()
     try:
         files = (_train_toy if is_toy else _train)(values, workdir, stop)
@@ -62,7 +66,7 @@ def _train(values: dict[str, Any], workdir: Path, stop: StopRequest) -> dict[str
 
     config = from_mapping(values)
     run = replace(build_sft.supervised_run(config, TRANSCRIPTS.value), stop=stop)
-    summary = trainer.train(run, workdir, CHANGES.value)
+    summary = trainer.train(run, workdir, CHANGES.value, LOG.value)
     losses = " -> ".join(f"{loss:.3f}" for loss in summary["validation_loss"].values())
     held_out = f", loss on held-out transcripts {losses}" if losses else ""
     if processes.first():
@@ -86,7 +90,8 @@ def _train_toy(values: dict[str, Any], workdir: Path, stop: StopRequest) -> dict
     rows = cold_start.make_rows(config, tokenizer, RetrievalService.from_corpus)
     for skill, members in rows.items():
         print(f"{skill}: {len(members)} rows, {sum(len(ids) for ids, _ in members) / 1e6:.2f}M tokens", flush=True)
-    trainer.train(replace(cold_start.make_run(config, tokenizer, rows), stop=stop), workdir, CHANGES.value)
+    run = replace(cold_start.make_run(config, tokenizer, rows), stop=stop)
+    trainer.train(run, workdir, CHANGES.value, LOG.value)
     return {}
 
 

@@ -13,6 +13,7 @@ from psearch_jax.runtime import cli
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
 CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
+LOG = flags.DEFINE_string("log", "", "Log the metrics also to wandb:PROJECT or trackio:PROJECT.")
 cli.process_flags()
 cli.require("config", "workdir")
 
@@ -20,14 +21,16 @@ cli.require("config", "workdir")
 def main(_: list[str]) -> None:
     from psearch_jax.assembly import build
     from psearch_jax.report import page, tables
-    from psearch_jax.runtime import processes
+    from psearch_jax.runtime import metrics, processes
     from psearch_jax.train import trainer
 
     cli.configure_jax()
+    if LOG.value:
+        metrics.load_log(LOG.value)
     config = from_mapping(CONFIG.value.to_dict())
     run = build.training_run(config)
     try:
-        summary = trainer.train(run, WORKDIR.value, CHANGES.value)
+        summary = trainer.train(run, WORKDIR.value, CHANGES.value, LOG.value)
     except trainer.Interrupted as stop:
         cli.end_stopped(str(stop), run.stop.by_user)
     if not processes.first():

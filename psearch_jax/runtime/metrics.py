@@ -7,6 +7,7 @@ seconds.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import tempfile
@@ -20,6 +21,7 @@ import jax
 
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import is_remote, locate, write_atomically
+from psearch_jax.types import UserError
 
 # The phases of a training step that do not overlap: the sum of their `PHASE_s` is its duration.
 PHASES = ("rollout", "reward", "logprobs", "update")
@@ -60,14 +62,26 @@ class MetricsWriter:
     """Appends one JSON object per step to `metrics.jsonl` and writes its numbers to TensorBoard.
 
     Every process may have a writer; only process 0 writes.
+
+    Args:
+      log: `wandb:PROJECT` or `trackio:PROJECT`, to log the numbers there as well; "": not.
+      config: for that log.
+
+    Raises:
+      UserError: `log` has another form, or its package is not installed.
     """
 
-    def __init__(self, directory: str | Path, active: bool | None = None):
+    def __init__(
+        self, directory: str | Path, active: bool | None = None, log: str = "", config: Mapping[str, Any] = {}
+    ):
         self._active = processes.first() if active is None else active
         self._target = locate(directory)
         self._local, self._spool, self._put = self._target, None, -math.inf
-        self._board = None
+        self._board = self._log = None
         if self._active:
+            if log:
+                package, project = load_log(log)
+                self._log = package.init(project=project, name=self._target.name, config=dict(config), resume="allow")
             from tensorboardX import SummaryWriter
 
             if is_remote(self._target):
@@ -109,6 +123,8 @@ class MetricsWriter:
             if key != "step" and isinstance(value, (int, float)):
                 self._board.add_scalar(key, value, step)
         self._board.flush()
+        if self._log is not None:
+            self._log.log({key: value for key, value in row.items() if key != "step" and value is not None}, step=step)
 
     def flush(self) -> None:
         """Uploads everything written so far if the directory is on an object store; does nothing on a disk."""
@@ -122,9 +138,28 @@ class MetricsWriter:
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
+        if self._log is not None:
+            self._log.finish()
         if self._spool is not None:
             self.flush()
             self._spool.cleanup()
+
+
+def load_log(log: str) -> tuple[Any, str]:
+    """The package and the project of `wandb:PROJECT` or `trackio:PROJECT`: both packages have the same interface.
+
+    Raises:
+      UserError: as `MetricsWriter`.
+    """
+    package, _, project = log.partition(":")
+    if package not in ("wandb", "trackio") or not project:
+        raise UserError(f"--log={log}: accepted: wandb:PROJECT or trackio:PROJECT")
+    try:
+        return importlib.import_module(package), project
+    except ImportError as error:
+        raise UserError(
+            f"--log={log}: the package {package} is not installed; accepted after `pip install {package}`"
+        ) from error
 
 
 def _json_number(value: Any) -> float | int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,11 +50,12 @@ class SupervisedRun:
     stop: StopRequest = field(default_factory=StopRequest)
 
 
-def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) -> dict[str, Any]:
+def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False, log_to: str = "") -> dict[str, Any]:
     """Trains to the end, resuming from the workdir's newest checkpoint, and returns the summary it wrote.
 
     Args:
       allow_changes: resume even if settings that affect the results have changed.
+      log_to: `log` of `MetricsWriter`.
 
     Raises:
       Interrupted: after SIGTERM or Ctrl-C, once the last complete step is on disk.
@@ -72,7 +74,7 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
         if step == run.steps and (known := _known_summary(workdir)):  # nothing left to do
             return known
         validation = _measured_losses(workdir)
-        progress = closers.enter_context(closing(_Progress(run, workdir, step)))
+        progress = closers.enter_context(closing(_Progress(run, workdir, step, log_to)))
         saved = time.monotonic()
         while True:
             if run.held_out and step % run.steps_per_epoch == 0 and step not in validation:
@@ -117,10 +119,10 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False) 
 class _Progress:
     """Writes and shows the means of metrics over `log_every_steps` steps."""
 
-    def __init__(self, run: SupervisedRun, workdir: Path, first: int):
+    def __init__(self, run: SupervisedRun, workdir: Path, first: int, log_to: str):
         self._run, self._first, self._started = run, first, time.monotonic()
         self._tokens, self._window = 0, list[dict[str, float]]()
-        self.writer = MetricsWriter(workdir)
+        self.writer = MetricsWriter(workdir, log=log_to, config=dataclasses.asdict(run.config))
         self._bar = tqdm(total=run.steps, initial=first, unit="step", disable=not processes.on_terminal())
 
     def add(self, step: int, name: str, metrics: Mapping[str, float], tokens: int) -> None:

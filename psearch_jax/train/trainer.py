@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from psearch_jax.config import to_mapping
 from psearch_jax.eval.evaluate import questions_digest
 from psearch_jax.rl import gae
 from psearch_jax.rl.advantages import trained_rows
@@ -46,11 +47,12 @@ from retrieval.protocol import RetrievalError
 TRAJECTORIES_PER_STEP = 64  # written to trajectories/
 
 
-def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[str, Any]:
+def train(run: Run, workdir: str | Path, allow_changes: bool = False, log_to: str = "") -> dict[str, Any]:
     """Trains until `train.steps`, resuming from the workdir's newest checkpoint; returns the summary it wrote.
 
     Args:
       allow_changes: resume even if settings that affect the results have changed.
+      log_to: `log` of `MetricsWriter`.
 
     Raises:
       Interrupted: after SIGTERM or Ctrl-C, once the checkpoint is on disk.
@@ -61,7 +63,7 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
     try:
         with ExitStack() as closers:
             closers.enter_context(run.stop.listen())
-            return _train(run, locate(workdir), closers, allow_changes)
+            return _train(run, locate(workdir), closers, allow_changes, log_to)
     except OSError as error:
         # Rewards and retrievers raise such errors too, of other files and of connections.
         in_workdir = error.filename and Path(str(error.filename)).absolute().is_relative_to(Path(workdir).absolute())
@@ -73,7 +75,7 @@ def train(run: Run, workdir: str | Path, allow_changes: bool = False) -> dict[st
         ) from error
 
 
-def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> dict[str, Any]:
+def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool, log_to: str) -> dict[str, Any]:
     config, started = run.config, time.monotonic()
     make_writable(workdir)  # fail now rather than at the first save
     checkpoints = closers.enter_context(closing(Checkpoints(workdir / "checkpoints", config.train.keep_checkpoints)))
@@ -88,7 +90,8 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool) -> 
         truncate_workdir(workdir, run.user_config, start.step)
         if settings.affect_evaluation(start.changes, run.settings):
             (workdir / "before.json").unlink(missing_ok=True)  # cannot be compared with evaluations from now on
-    writer, best = closers.enter_context(closing(MetricsWriter(workdir))), None
+    writer = closers.enter_context(closing(MetricsWriter(workdir, log=log_to, config=to_mapping(run.user_config))))
+    best = None
     if config.eval.every_steps and run.evaluation:
         # At step 0, any best checkpoint comes from a run that was killed before its first regular checkpoint.
         until = start.step if start.changes or start.step == 0 else None
