@@ -34,9 +34,10 @@ from psearch_jax.config.sections import DIALECTS
 from psearch_jax.config.setting import SEED, one_of, setting
 from psearch_jax.data.transcripts import Row
 from psearch_jax.limits import check_fields
-from psearch_jax.models import decoder
+from psearch_jax.models import decoder, hf
 from psearch_jax.rollout.calculator import CALCULATOR
 from psearch_jax.rollout.tools import SEARCH_SCHEMA, Toolbox
+from psearch_jax.runtime.paths import TOYS
 from psearch_jax.sft.learner import SupervisedTrainer
 from psearch_jax.sft.trainer import SupervisedRun
 from psearch_jax.sharding import make_mesh
@@ -77,7 +78,11 @@ class ToySFTConfig:
     """The config of a cold-start run."""
 
     seed: int = setting(0, "Seed of rows, batches and initial weights.", accepted=SEED)
-    dialect: str = setting("tags", "`tags`, or `tool_calls` with a calculator.", accepted=one_of(DIALECTS))
+    dialect: str = setting(
+        "tags",
+        "`tags`, or `tool_calls` with a calculator, which starts from the shipped policy for tags.",
+        accepted=one_of(DIALECTS),
+    )
     steps: int = setting(10_000, "Training steps; each trains one skill.", at_least=1)
     worlds: int = setting(4, "Number of worlds for trajectories.", at_least=1)
     trajectories_per_world: int = setting(4000, "Scripted trajectories of each world.", at_least=1)
@@ -131,9 +136,9 @@ def make_rows(
         toolbox = Toolbox(make_retriever(world.passages), TOPK, [CALCULATOR])
         rng = np.random.default_rng([config.seed, seed, 0x0A])
         for skill, draw in (("reading", 1), ("trajectories", 2)):
-            for written, calculated in ((dialect, False), (calculating, True)):
-                if written is None or (calculated and seed % 2):  # half of the worlds have a calculator
-                    continue
+            # With tool calls, every second world has a calculator, and further questions that need it.
+            with_calculator = calculating is not None and not (seed - FIRST_WORLD) % 2
+            for calculated in (False, True)[: 1 + with_calculator]:
                 forms = {kind: calculated_forms(kind) if calculated else [] for kind in KINDS}
                 selected = [
                     q
@@ -146,7 +151,7 @@ def make_rows(
                 plans = [plan(q, rng, Mixture(), TURNS) for q in selected]
                 if skill == "reading":
                     plans = [steps[:1] for steps in plans]
-                rows[skill] += write_all(selected, plans, toolbox, written)
+                rows[skill] += write_all(selected, plans, toolbox, calculating if with_calculator else dialect)
     return rows
 
 
@@ -237,6 +242,8 @@ def make_run(config: ToySFTConfig, tokenizer: Tokenizer, rows: Mapping[str, Sequ
     """A run that trains a policy of `policy_shape`, on one device: batches are small and vary in their rows."""
     shape, optimizer = policy_shape(tokenizer), make_optimizer(config.steps)
     mesh = make_mesh(MeshSection(data=1, fsdp=1, tensor=1), jax.devices()[:1])
+    from_tags = config.dialect == "tool_calls"
+    params = params_of_tags(shape, tokenizer, config.seed) if from_tags else starting_params(shape, config.seed)
     trainer_config = Config(
         learning=LearningSection(micro_batch_rows=1, learning_rate=PEAK_RATE),
         rollout=RolloutSection(context_tokens=BUCKETS[-1]),
@@ -249,7 +256,7 @@ def make_run(config: ToySFTConfig, tokenizer: Tokenizer, rows: Mapping[str, Sequ
         config=config,
         trainer=trainer,
         batches=Batches(config, tokenizer, rows),
-        initial_state=partial(init_state, starting_params(shape, config.seed), optimizer, mesh),
+        initial_state=partial(init_state, params, optimizer, mesh),
         steps=config.steps,
         steps_per_epoch=config.steps,
         record={"model": model_record(shape), "tokenizer": tokenizer.directory, "settings": asdict(config)},
@@ -263,6 +270,22 @@ def policy_shape(tokenizer: Tokenizer) -> DecoderConfig:
     """The preset `toy` with the tokenizer's vocabulary, rounded up to a multiple of 64 rows, and its stop tokens."""
     rows = -(-tokenizer.size // 64) * 64
     return replace(PRESETS["toy"], vocab_rows=rows, eos_ids=tuple(sorted(tokenizer.stop_ids)))
+
+
+def params_of_tags(shape: DecoderConfig, tokenizer: Tokenizer, seed: int) -> nnx.State:
+    """The parameters of the policy for tags that ships; the embeddings of tokens that it lacks are random."""
+    _, known = hf.load_hf(TOYS["toy"])
+    vocabularies = [t.hf.get_vocab() for t in (tokenizer, Tokenizer.load(TOYS["toy"]))]
+    shared = [(i, vocabularies[1][token]) for token, i in vocabularies[0].items() if token in vocabularies[1]]
+    new, old = np.asarray(shared).T
+    params, trained = starting_params(shape, seed), dict(nnx.to_flat_state(known))
+    flat = []
+    for path, value in nnx.to_flat_state(params):
+        taken = trained[path].get_value()
+        if taken.shape != value.get_value().shape:  # the embedding
+            taken = value.get_value().at[new].set(taken[old])
+        flat.append((path, value.replace(taken)))
+    return nnx.from_flat_state(flat)
 
 
 def starting_params(shape: DecoderConfig, seed: int) -> nnx.State:
