@@ -108,7 +108,7 @@ def _exists_here_or_on_hub(path: str, file: str = "config.json") -> bool:
 def _not_found(name: str, path: str) -> str:
     """A line about an input; a run's config can name files relative to the directory where the run was started."""
     relative = not is_remote(path) and not Path(path).is_absolute()
-    return f"config.{name}={path}: not found" + (f" in {Path.cwd()}" if relative else "")
+    return f"config.{name}={path}: not found" + (f" in {Path.cwd()}; set --config.{name}=PATH" if relative else "")
 
 
 def check_run(
