@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from psearch_jax.runtime.paths import write_atomically
 from psearch_jax.types import KINDS, RewardParts, Trajectory
 
 log = logging.getLogger("psearch_jax")
-FEW_ANSWERS = 0.1  # share of rollouts with an answer below which the first step warns
+FEW_ANSWERS, WARNED_STEPS = 0.3, 3  # share of rollouts with an answer below which the first steps warn
 
 
 def write_config(workdir: Path, config: Any, step: int) -> None:
@@ -62,7 +63,7 @@ def write_trajectories(
 
 
 def report(bar: tqdm, step: int, metrics: Mapping[str, float], may_split: bool) -> None:
-    """Shows the step in one line, on the progress bar or in the log, and logs warnings.
+    """Shows the step in one line, above the progress bar or in the log, and logs warnings.
 
     Args:
       may_split: whether rollouts may search for several sub-queries at once.
@@ -81,14 +82,14 @@ def report(bar: tqdm, step: int, metrics: Mapping[str, float], may_split: bool) 
         left = seconds * (bar.total - step - 1) / 60
         log.info(f"{line}, about {left:.0f} min left" if left >= 1 else line)
     else:
-        bar.set_postfix_str(line.removeprefix(f"step {step} "))
+        bar.write(line, file=sys.stderr)  # above the bar, so that earlier steps stay visible
     if metrics["status/not_finite"]:
         log.warning(
             "step %d: %.1f%% of the rollouts had logits that are not finite; they are not trained on",
             step,
             100 * metrics["status/not_finite"],
         )
-    if step == 0 and answered < FEW_ANSWERS:
+    if step < WARNED_STEPS and answered < FEW_ANSWERS:
         log.warning(
             "only %.1f%% of the rollouts end with an answer, which leaves little to reinforce: teach the model the "
             "tags first (docs/sft.md), or check the prompt template and the token budgets",
