@@ -248,7 +248,7 @@ def by_question(scores: Sequence[Score]) -> dict[str, str]:
     """The figures that tables.py compares question by question: the values in the order of the questions."""
     values = {name: [getattr(s, name) for s in scores] for name in ("em", "turns", "evidence")}
     values["decomposition_ratio"] = [s.split for s in scores]
-    values["decomposition_accuracy"] = [s.decided_rightly for s in scores if s.kind != "mixed"]
+    values["decomposition_accuracy"] = [s.decomposed_correctly for s in scores if s.kind != "mixed"]
     return {name: " ".join(f"{value:g}" for value in column) for name, column in values.items()}
 
 

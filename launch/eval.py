@@ -101,7 +101,7 @@ def find_leaks(
       held_out: share of them held out from training.
     """
     from psearch_jax.data.held_out import without_held_out
-    from psearch_jax.data.prepared import TFDS_PREFIX, find_overlap, location_exists, open_questions
+    from psearch_jax.data.prepared import TFDS_PREFIX, find_overlap, is_own_code, location_exists, open_questions
 
     if TRAINING.value:
         training = open_questions(TRAINING.value)
@@ -111,6 +111,8 @@ def find_leaks(
         return {}, "--model names no training questions; --training_data does"
     elif trained_on.startswith(TFDS_PREFIX):
         return {}, f"a TFDS set is not downloaded for this; --training_data={trained_on} does so"
+    elif is_own_code(trained_on):
+        return {}, f"code is not run for this; --training_data={trained_on} does so"
     elif not location_exists(trained_on):
         return {}, f"{trained_on} not found; see --training_data"
     else:
@@ -143,7 +145,7 @@ def describe_evaluation(
         idle = sum(s.first_sub_queries == 0 for s in rollouts) / len(rollouts)
         if idle > 0.5 and with_method(config).rollout.search_turns:
             notes.append(
-                f"NO SEARCH: {idle:.0%} of the rollouts of {name} never search, which counts as not splitting."
+                f"NO SEARCH: {idle:.0%} of the rollouts of {name} never search, which counts as a wrong decision."
             )
     return notes
 

@@ -20,7 +20,7 @@ def main(_: list[str]) -> None:
     import jax
     import jax.numpy as jnp
 
-    from psearch_jax.config import Config, Lora
+    from psearch_jax.config import Config, Lora, with_method
     from psearch_jax.models.hf import save_hf
     from psearch_jax.models.peft import save_adapters
     from psearch_jax.runtime.paths import check_new, locate
@@ -51,7 +51,7 @@ def main(_: list[str]) -> None:
         return
     trained = load_run_config(str(checkpoint))
     files = make_export_files(trained) if trained else {}
-    named = TOKENIZER.value or locate_tokenizer(trained or Config(), loop["tokenizer"])
+    named = TOKENIZER.value or locate_tokenizer(with_method(trained or Config()), loop["tokenizer"])
     tokenizer = Tokenizer.load(named, config.eos_ids)
     shape = make_export_shape(config, tokenizer)
     lost = save_hf(params, shape, tokenizer.directory, OUT.value, dtype, lora=lora, files=files)

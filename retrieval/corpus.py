@@ -86,6 +86,8 @@ def _parse(line: bytes, where: str) -> Passage:
         contents = f'"{" ".join(title.split())}"\n{row["text"]}'
     if isinstance(id_, bool) or not isinstance(id_, str | int) or id_ == "":
         raise CorpusError(f"{where}: field id is {_show_value(row, 'id')}, expected a string or an integer")
+    if contents is None and ("title" in row or "text" in row):
+        raise CorpusError(f"{where}: field text is {_show_value(row, 'text')}, expected the text of the passage")
     if not isinstance(contents, str) or not contents.strip():
         raise CorpusError(f"{where}: field contents is {_show_value(row, 'contents')}, expected '\"Title\"\\ntext'")
     return read_contents(str(id_), contents)

@@ -164,6 +164,10 @@ def test_a_baseline_changes_only_the_fields_that_define_it():
         "rollout.initial_search": False,
     }
     assert "data.template" not in changed("search_r1", data={"template": "toy"})
+    tools = with_method(
+        from_mapping({"rollout": {"dialect": "tool_calls"}, "model": {"path": "toy", "tokenizer": "x"}})
+    )
+    assert (tools.model.path, tools.model.tokenizer) == ("toy_tools", "x")
     applied = with_method(from_mapping({"method": "search_r1"}))
     assert with_method(applied) == applied
 

@@ -39,7 +39,7 @@ from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.runtime import progress
 from psearch_jax.runtime.cli import read_token
-from psearch_jax.runtime.own_code import find_source, load_object
+from psearch_jax.runtime.own_code import call_object, load_object
 from psearch_jax.sharding import (
     STORAGE,
     attach_shardings,
@@ -68,6 +68,7 @@ from psearch_jax.types import Question, UserError, format_items
 from retrieval.protocol import Retriever
 
 log = logging.getLogger("psearch_jax")
+SERVICE = "config.retrieval.service"
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ def _describe_inputs(
         "data.template": (data.template, settings.hash_texts(template)),
         "retrieval.index": (index, settings.hash_files(index, ("**/manifest.json",)) if index else ""),
         "retrieval.corpus": (corpus, settings.hash_files(corpus) if corpus else ""),
-        "retrieval.service": (service, settings.hash_files(find_source(service)) if service else ""),
+        "retrieval.service": (service, load_object(service, SERVICE)[1] if service else ""),
         "rollout.dialect": describe_dialect(config.rollout),
         "rollout.tools": describe_tools(config.rollout, parts.collector.tools),
         "train.scripted": (scripted, settings.hash_files(scripted) if scripted else ""),
@@ -288,7 +289,10 @@ def make_retriever(config: Config, world: ClosedWorld | None, retry_deadline_s: 
     section = config.retrieval
     retry_deadline_s = section.retry_deadline_s if retry_deadline_s is None else retry_deadline_s
     if section.service:
-        return load_object(section.service, "config.retrieval.service")[0](section)
+        made = call_object(section.service, SERVICE, section)
+        if not (hasattr(made, "search") and hasattr(made, "describe")):
+            raise UserError(f"{SERVICE}={section.service}: accepted: an object with the methods search and describe")
+        return made
     if section.url:
         from retrieval.remote.client import HttpRetriever
 

@@ -129,9 +129,11 @@ def passages() -> dict[str, str]:
         named[f"--{flag}"] = field, flags.FLAGS[flag].value
         named[f"--config.retrieval.{field}"] = field, _overrides().get(f"retrieval.{field}")
     named = {flag: (field, value) for flag, (field, value) in named.items() if value}
-    if len(named) > 1:
+    service = _overrides().get("retrieval.service") or ""  # may use what the others name
+    if len(named) > 1 and not service:
         raise UserError(f"{', '.join(named)}: found several, accepted: one of them")
-    return {"index": "", "corpus": "", "url": "", **dict(named.values())} if named else {}
+    others = {"index": "", "corpus": "", "url": ""}
+    return others | dict(named.values()) | {"service": service} if named or service else {}
 
 
 def in_closed_world(config: Config) -> Config:
@@ -140,14 +142,14 @@ def in_closed_world(config: Config) -> Config:
         raise UserError(
             f"--index, --corpus, --retriever_url: found {named} with the closed world, which has its own passages"
         )
-    retrieval = replace(config.retrieval, index="", corpus="", url="")
+    retrieval = replace(config.retrieval, index="", corpus="", url="", service="")
     return replace(config, retrieval=retrieval, data=replace(config.data, source="closed_world"))
 
 
 def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
     """The config of a policy that answers single questions.
 
-    The toy policy uses configs/smoke.py and, unless a flag names passages, searches the closed world.
+    A policy that ships uses configs/smoke.py and, unless a flag names passages, searches the closed world.
 
     Args:
       root: the directory of the repository.
@@ -161,6 +163,8 @@ def to_serve(root: Path, slots: int, samples: int = 1) -> Config:
     if flags.FLAGS.model in TOYS:
         sys.path.insert(0, str(root))
         default = from_mapping(importlib.import_module("configs.smoke").get_config().to_dict())
+        if flags.FLAGS.model == "toy_tools":
+            default = replace(default, rollout=replace(default.rollout, dialect="tool_calls"))
     base = config(model(), default)
     refuse_without_effect(_NO_EFFECT, "single questions")
     # A user who waits should learn within seconds that a server is down, whatever suits the policy's training.

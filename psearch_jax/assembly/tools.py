@@ -11,15 +11,15 @@ from psearch_jax.config import Config, RolloutSection
 from psearch_jax.rollout.calculator import CALCULATOR
 from psearch_jax.rollout.mcp_tools import open_server
 from psearch_jax.rollout.tools import SEARCH_SCHEMA, Tool, from_function
-from psearch_jax.runtime.own_code import find_source, load_object
+from psearch_jax.runtime.own_code import load_object
 from psearch_jax.text.dialects import Dialect, Tags, ToolCalls
 from psearch_jax.text.prompts import load_template
 from psearch_jax.text.tags import SEARCH_OPEN
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.train.checkpointing.settings import hash_files, hash_texts
+from psearch_jax.train.checkpointing.settings import hash_texts
 from psearch_jax.types import SEARCH, UserError
 
-FIELD = "config.rollout.tools"
+FIELD, DIALECT_FIELD = "config.rollout.tools", "config.rollout.dialect"
 _DIALECTS: dict[str, type[Dialect]] = {"tags": Tags, "tool_calls": ToolCalls}
 
 
@@ -69,9 +69,9 @@ def make_dialect(config: Config, tokenizer: Tokenizer, tools: Sequence[Tool] = (
       UserError: the prompt template explains another dialect, or a user's dialect cannot be loaded.
     """
     section, name = config.rollout, config.data.template
-    made = _DIALECTS.get(section.dialect) or load_object(section.dialect, "config.rollout.dialect")[0]
+    made = _DIALECTS.get(section.dialect) or load_object(section.dialect, DIALECT_FIELD)[0]
     if not (isinstance(made, type) and issubclass(made, Dialect)):
-        raise UserError(f"config.rollout.dialect={section.dialect}: no Dialect found, accepted: a class of that kind")
+        raise UserError(f"{DIALECT_FIELD}={section.dialect}: no Dialect found, accepted: a class of that kind")
     if made is ToolCalls and not config.data.prompts_in_rows and SEARCH_OPEN in load_template(name):
         raise UserError(
             f"config.data.template={name}: explains {SEARCH_OPEN}, accepted with rollout.dialect=tool_calls: "
@@ -84,4 +84,4 @@ def make_dialect(config: Config, tokenizer: Tokenizer, tools: Sequence[Tool] = (
 def describe_dialect(section: RolloutSection) -> tuple[str, str]:
     """What `rollout.dialect` names, and a fingerprint: the name, or the SHA-256 of a user's file."""
     named = section.dialect
-    return named, named if named in _DIALECTS else hash_files(find_source(named))
+    return named, named if named in _DIALECTS else load_object(named, DIALECT_FIELD)[1]

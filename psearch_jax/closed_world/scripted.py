@@ -80,9 +80,12 @@ def call_all_at_once(question: Question) -> tuple[Call, ...]:
     first, *later = question.metadata["rounds"]
     calls = [word_call(lookup) for lookup in first]
     for (attribute, subject, value), *_ in later:
-        for _, known, found in first if attribute == CALCULATION else ():
-            subject = subject.replace(found, known)
-        calls.append(word_call((attribute, subject if attribute == CALCULATION else first[0][1], value)))
+        if attribute == CALCULATION:
+            for _, known, found in first:
+                subject = subject.replace(found, known)
+        else:
+            subject = first[0][1]
+        calls.append(word_call((attribute, subject, value)))
     return tuple(calls)
 
 

@@ -26,6 +26,9 @@ _TEMPLATES: dict[str, dict[Method, str]] = {
 }
 
 
+_TOY_FIELDS = ("path", "tokenizer")
+
+
 def with_method(config: Config) -> Config:
     """Sets the fields in which the config's `method` differs from the others (arXiv 2508.09303, section 4).
 
@@ -38,7 +41,11 @@ def with_method(config: Config) -> Config:
     """
     named = config.data.template
     template = _TEMPLATES.get(named, {}).get(config.method, named)
-    toy = "toy_tools" if config.model.path == "toy" and config.rollout.dialect == "tool_calls" else config.model.path
-    sections = {"data": {"template": template}, "model": {"path": toy}, **_METHODS[config.method]}
+    sections = {"data": {"template": template}, **_METHODS[config.method]}
+    if config.rollout.dialect == "tool_calls":
+        model, teacher = config.model, config.learning.teacher
+        toys = {"toy": "toy_tools"}
+        sections["model"] = {name: toys.get(getattr(model, name), getattr(model, name)) for name in _TOY_FIELDS}
+        sections["learning"] = {"teacher": toys.get(teacher, teacher)}
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     return dataclasses.replace(config, **changed)

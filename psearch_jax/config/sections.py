@@ -17,6 +17,10 @@ Remat = Literal["none", "dots", "full"]
 DIALECTS = ("tags", "tool_calls")  # the built-in ones
 
 
+def _names_dialect(text: str) -> bool:
+    return text in DIALECTS or re.fullmatch(r"(?:.+\.py|[^\W\d][\w.]*):[^\W\d]\w*", text) is not None
+
+
 def _are_urls(text: str) -> bool:
     urls = (url.strip() for url in text.split(","))
     return not text or all(re.fullmatch(r"https?://[^/\s]+/\S*", url) for url in urls)
@@ -184,7 +188,7 @@ class RolloutSection:
         "How the policy writes its actions. `tags`: as published; `tool_calls`: as the model's chat template writes "
         "calls of tools; those of one turn run at once; or a `Dialect` of your own as `FILE.py:CLASS` or "
         "`module:CLASS`.",
-        accepted=Accepted("tags, tool_calls, FILE.py:CLASS or MODULE:CLASS", lambda s: s in DIALECTS or ":" in s),
+        accepted=Accepted("tags, tool_calls, FILE.py:CLASS or MODULE:CLASS", _names_dialect),
     )
     tools: str = same_content(
         "",

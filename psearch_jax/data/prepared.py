@@ -19,7 +19,7 @@ from tqdm import tqdm
 from psearch_jax.data.sources import Seen, add_to_seen, convert_rows, iter_questions, read_questions
 from psearch_jax.data.triple_questions import ALL_FORMS, SIZES, make_questions
 from psearch_jax.data.triples import read_triples, select_stated, without_entities_of
-from psearch_jax.runtime.own_code import load_object, names_object
+from psearch_jax.runtime.own_code import call_object, names_object
 from psearch_jax.runtime.paths import locate, on_disk, write_atomically
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Kind, Question, UserError, first_line
@@ -28,6 +28,7 @@ from retrieval.protocol import Passage
 log = logging.getLogger("psearch_jax")
 TFDS_PREFIX = "tfds:"
 TRIPLES_PREFIX = "triples:"
+PREFIXES = (TFDS_PREFIX, TRIPLES_PREFIX, "closed_world:")
 # The files of a prepared directory: one JSON object per question, and their number, fingerprint and counts.
 _ROWS, _SUMMARY = "questions.array_record", "questions.json"
 
@@ -136,7 +137,7 @@ def open_questions(
     Raises:
       UserError: as `read_questions` and `PreparedQuestions`.
     """
-    if str(location).startswith(TFDS_PREFIX) or names_object(str(location)):
+    if str(location).startswith(TFDS_PREFIX) or is_own_code(str(location)):
         return list(_iter_location(str(location), source, skipped, {}))
     if locate(location).is_dir():
         return PreparedQuestions(location)
@@ -154,8 +155,16 @@ def count_kinds(questions: Sequence[Question]) -> Counter[Kind]:
 
 
 def location_exists(location: str) -> bool:
-    """Whether a location exists; for a TFDS dataset and a function always True, because only opening it can tell."""
-    return location.startswith(TFDS_PREFIX) or names_object(location) or locate(location).exists()
+    """Whether a location exists; for a TFDS dataset and a module always True, because only opening it can tell."""
+    if is_own_code(location):
+        source = location.rpartition(":")[0]
+        return not source.endswith(".py") or locate(source).exists()
+    return location.startswith(TFDS_PREFIX) or locate(location).exists()
+
+
+def is_own_code(location: str) -> bool:
+    """Whether a location is a function of a user's file or module."""
+    return names_object(location) and not location.startswith(PREFIXES) and not locate(location).exists()
 
 
 def find_overlap(questions: Iterable[Question], training: Iterable[Question]) -> list[Question]:
@@ -186,8 +195,8 @@ def _iter_location(
         for question in make_questions(triples, seed=options.seed, count=options.count, source=source, **chosen):
             add_to_seen(question, location, seen)
             yield question
-    elif names_object(location):
-        rows = load_object(location, "questions")[0]()
+    elif is_own_code(location):
+        rows = call_object(location, "questions")
         named = ((f"{location}: row {i}", dict(row)) for i, row in enumerate(rows, 1))
         yield from convert_rows(named, source or location.rpartition(":")[2], skipped, seen)
     else:

@@ -23,6 +23,7 @@ MANY = "many"  # comparisons of more entities than any training question has
 KNOWN = "known"  # facts that every cold start states, reworded: answerable without a search
 # Questions that need the search and the calculator, at once or one after the other, also in such wordings.
 TOOLS: dict[str, Kind] = {"tools_parallel": "parallel", "tools_sequential": "sequential"}
+HALVES: tuple[Kind, Kind] = ("parallel", "sequential")  # of PAIRS
 SETS = (*KINDS, PAIRS, MANY, KNOWN, *TOOLS)
 # The sets whose questions a run's evaluation summarises separately, by the source of their questions.
 SEPARATE = {f"{CLOSED_WORLD}:{name}": name for name in (PAIRS, *TOOLS)}
@@ -64,7 +65,7 @@ def closed_world_benchmark(world: ClosedWorld, name: str, count: int) -> list[Qu
         return [replace(q, source=separate) for q in asked]
     if name == PAIRS:
         pairs = []
-        for i, half in enumerate(TOOLS.values()):
+        for i, half in enumerate(HALVES):
             forms = [pair[i] for pair in PAIRED]
             pairs += questions(world, "eval", half, (count + 1 - i) // 2, QUESTION_SEED, forms, held_out_wordings=True)
         return [replace(q, source=separate) for q in pairs]

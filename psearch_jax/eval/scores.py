@@ -55,8 +55,8 @@ class Score:
         return self.first_sub_queries >= 2
 
     @property
-    def decided_rightly(self) -> bool:
-        """Whether the first search split a parallel question, or did not split another one; not without a search."""
+    def decomposed_correctly(self) -> bool:
+        """Whether the first search splits a parallel question, or has one query for any other kind."""
         return self.first_sub_queries > 0 and self.split == (self.kind == "parallel")
 
     @property
@@ -214,7 +214,7 @@ def judge_splitting(scores: Sequence[Score]) -> dict[str, Any]:
     split = [s for s in counted if s.split]
     return {
         "confusion": confusion,
-        "accuracy": share_of(sum(s.decided_rightly for s in counted), len(counted)),
+        "accuracy": share_of(sum(s.decomposed_correctly for s in counted), len(counted)),
         "precision": share_of(sum(s.kind == "parallel" for s in split), len(split)),
         "recall": share_of(sum(s.split for s in parallel), len(parallel)),
         "never_split": share_of(len(counted) - len(parallel), len(counted)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dateutil import parser
@@ -15,26 +15,44 @@ from psearch_jax.types import first_line
 
 MAX_CHARACTERS, MAX_DIGITS = 300, 30  # of an expression, and of a result
 _EARLIEST = datetime.datetime(1, 1, 1)
-_REFUSED = (ast.Pow, ast.LShift, ast.RShift, ast.BitAnd, ast.BitOr, ast.BitXor, ast.Invert)
+# What simpleeval can compute but a calculator need not: powers and methods of texts may take all memory.
+_REFUSED_OPERATORS = (ast.Pow, ast.LShift, ast.RShift, ast.BitAnd, ast.BitOr, ast.BitXor, ast.Invert)
+_REFUSED_NODES = (ast.Attribute, ast.Subscript, ast.JoinedStr, ast.FormattedValue, ast.BoolOp, ast.IfExp)
 
 
 def evaluate(expression: str) -> str:
     """The value of an expression: `1954 - 1921`, `max(3, 5)`, `days("4 September 1908", "1 July 1999")`.
 
     Raises:
-      ValueError, SyntaxError, ArithmeticError, TypeError: it is none, or has no finite value.
+      Exception: it is none, or has no finite value; of the parser, of simpleeval, or of a function.
     """
     from simpleeval import DEFAULT_OPERATORS, SimpleEval
 
+    expression = expression.strip()
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"an expression of {len(expression)} characters, accepted: {MAX_CHARACTERS}")
-    operators = {kind: function for kind, function in DEFAULT_OPERATORS.items() if kind not in _REFUSED}
-    value = SimpleEval(operators=operators, functions=_FUNCTIONS, names={}).eval(expression.strip())
+    accepted = {kind: f for kind, f in DEFAULT_OPERATORS.items() if kind not in _REFUSED_OPERATORS}
+    operators = {kind: f if issubclass(kind, ast.cmpop) else _numeric(f) for kind, f in accepted.items()}
+    evaluator = SimpleEval(operators=operators, functions=_FUNCTIONS, names={})
+    for kind in _REFUSED_NODES:
+        evaluator.nodes.pop(kind)
+    value = evaluator.eval(expression, previously_parsed=ast.parse(expression, mode="eval").body)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, (int, float)) or not math.isfinite(value) or abs(value) >= 10**MAX_DIGITS:
         raise ValueError(f"no number of at most {MAX_DIGITS} digits")
     return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def _numeric(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that refuses texts."""
+
+    def apply(*values: Any) -> Any:
+        if any(isinstance(value, str) for value in values):
+            raise ValueError("a text found in arithmetic, accepted: numbers")
+        return function(*values)
+
+    return apply
 
 
 def _date(text: Any) -> datetime.datetime:

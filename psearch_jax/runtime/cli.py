@@ -150,6 +150,9 @@ def configure_jax() -> None:
         values = flags.FLAGS
         processes.start(values.coordinator, values.processes, values.process, values.distributed)
     platforms.overlap_collectives(jax.distributed.is_initialized())
+    if jax.distributed.is_initialized() and jax.default_backend() == "cpu":
+        # CPU programs from the cache run their collectives in any order, which gloo aborts (seen with jax 0.10.2).
+        jax.config.update("jax_enable_compilation_cache", False)
     logger = logging.getLogger("psearch_jax")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -22,6 +22,7 @@ import jax
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import is_remote, locate, write_atomically
 from psearch_jax.types import UserError
+from retrieval.protocol import text_sha256
 
 # The phases of a training step that do not overlap: the sum of their `PHASE_s` is its duration.
 PHASES = ("rollout", "reward", "logprobs", "update")
@@ -81,7 +82,10 @@ class MetricsWriter:
         if self._active:
             if log:
                 package, project = load_log(log)
-                self._log = package.init(project=project, name=self._target.name, config=dict(config), resume="allow")
+                # A resumed run is found by its name, or at W&B by its id.
+                run_id = {"id": text_sha256(str(self._target))[:16]} if log.startswith("wandb") else {}
+                named = {"project": project, "name": self._target.name, **run_id}
+                self._log = package.init(**named, config=dict(config), resume="allow")
             from tensorboardX import SummaryWriter
 
             if is_remote(self._target):

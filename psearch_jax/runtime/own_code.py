@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import importlib.util
+import importlib
 import re
 import sys
 import traceback
@@ -22,8 +23,9 @@ def names_object(text: str) -> bool:
     return _NAMED.fullmatch(text) is not None
 
 
+@functools.cache
 def load_object(named: str, field: str) -> tuple[Any, str]:
-    """The object at FILE.py:NAME or MODULE:NAME, and the SHA-256 of its file.
+    """The object at FILE.py:NAME or MODULE:NAME, and the SHA-256 of its file, which is run once.
 
     Raises:
       UserError: as `load_module`; or there is no such object.
@@ -35,11 +37,18 @@ def load_object(named: str, field: str) -> tuple[Any, str]:
     return getattr(module, name), digest
 
 
-def find_source(named: str) -> str:
-    """The file that `load_object` runs."""
-    source = named.rpartition(":")[0]
-    spec = None if source.endswith(".py") else importlib.util.find_spec(source)
-    return str(spec.origin) if spec else source
+def call_object(named: str, field: str, *arguments: Any) -> Any:
+    """What the class or function returns.
+
+    Raises:
+      UserError: as `load_object`; or it cannot be called, or fails.
+    """
+    function, _ = load_object(named, field)
+    try:
+        return function(*arguments)
+    except Exception as error:
+        where = describe_error(error, named.rpartition(":")[0])
+        raise UserError(f"{field}={named}: {where}, accepted: a class or function that can be called") from error
 
 
 def load_module(source: str, field: str) -> tuple[ModuleType, str]:

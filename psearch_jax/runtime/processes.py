@@ -59,9 +59,6 @@ def start(coordinator: str = "", count: int = 0, index: int = -1, cluster: bool 
         raise UserError(
             f"--coordinator={coordinator or 'of the cluster'}: the processes did not meet ({reason})"
         ) from None
-    if jax.default_backend() == "cpu":
-        # CPU programs from the cache run their collectives in any order, which gloo aborts (seen with jax 0.10.2).
-        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _tpu_workers() -> int:

@@ -22,7 +22,7 @@ from retrieval.protocol import Passage
 BRANCH, LAST = ("\u251c\u2500 ", "\u2502  "), ("\u2514\u2500 ", "   ")
 ANSWER, SEARCH, DIM, DOUBT = "bold green", "bold cyan", "dim", "yellow"
 _NAME = re.compile(r"(?<=\s)(?:[^\W\d_]*[A-Z]\w*|\d+)")  # with a capital letter, not the first word; or a number
-_REPEATED = re.compile(r"(.{3,60}?)\1{4,}", re.DOTALL)
+_REPEATED = re.compile(r"(.{0,30}?[^\W\d_].{2,30}?)\1{4,}", re.DOTALL)
 WITHOUT = {
     "truncated": "no answer: the context is full",
     "out_of_turns": "no answer: the last turn ended without one",
@@ -132,10 +132,11 @@ class AnswerPrinter:
 def find_doubts(trajectory: Trajectory) -> list[str]:
     """What makes an answer doubtful, whatever it says: unrelated passages, or a text that repeats itself."""
     doubts = []
-    names = [normalise(name) for name in _NAME.findall(trajectory.question.text)]
-    passages = [normalise(f"{p.title} {p.text}") for t in trajectory.turns for ranking in t.passages for p in ranking]
+    names = list(filter(None, map(normalise, _NAME.findall(trajectory.question.text))))
+    found = [pair for t in trajectory.turns for pair in zip(t.calls, t.passages, strict=False)]
+    passages = [normalise(f"{p.title} {p.text}") for call, of in found if call.tool == SEARCH_TOOL for p in of]
     if names and passages and not any(contains_words(text, name) for text in passages for name in names):
-        doubts.append("no passage that was found has a name of the question")
+        doubts.append("no retrieved passage mentions a name from the question")
     if any(_REPEATED.search(turn.text) for turn in trajectory.turns):
         doubts.append("the policy repeats itself; it may not have been trained on such questions")
     return doubts

@@ -97,9 +97,10 @@ class ToySFTConfig:
         check_fields(self)
 
 
-def make_dialects(config: ToySFTConfig, tokenizer: Tokenizer) -> tuple[Dialect, Dialect | None]:
+def make_dialects(
+    config: ToySFTConfig, tokenizer: Tokenizer, encode: Callable[[str], list[int]]
+) -> tuple[Dialect, Dialect | None]:
     """The dialect of the rows, and with tool calls the same one with the calculator."""
-    encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
     if config.dialect == "tags":
         return Tags(tokenizer, OBSERVATION_TOKENS, encode=encode), None
     search = ToolCalls(tokenizer, OBSERVATION_TOKENS, encode=encode, schemas=[SEARCH_SCHEMA])
@@ -111,7 +112,7 @@ def make_rows(
 ) -> dict[str, list[Row]]:
     """The rows of every skill, before renaming; deterministic in the arguments."""
     encode = lru_cache(maxsize=1 << 16)(tokenizer.encode_foreign)
-    dialect, calculating = make_dialects(config, tokenizer)
+    dialect, calculating = make_dialects(config, tokenizer, encode)
     rng = np.random.default_rng([config.seed, 0x0C])
     rows: dict[str, list[Row]] = {
         name: [make(rng, encode) for _ in range(config.exercise_rows)]
@@ -135,9 +136,10 @@ def make_rows(
         world = ClosedWorld.make(seed)
         toolbox = Toolbox(make_retriever(world.passages), TOPK, [CALCULATOR])
         rng = np.random.default_rng([config.seed, seed, 0x0A])
+        # With tool calls, every second world has a calculator, and further questions that need it.
+        with_calculator = calculating is not None and not (seed - FIRST_WORLD) % 2
+        written = calculating if calculating is not None and with_calculator else dialect
         for skill, draw in (("reading", 1), ("trajectories", 2)):
-            # With tool calls, every second world has a calculator, and further questions that need it.
-            with_calculator = calculating is not None and not (seed - FIRST_WORLD) % 2
             for calculated in (False, True)[: 1 + with_calculator]:
                 forms = {kind: calculated_forms(kind) if calculated else [] for kind in KINDS}
                 selected = [
@@ -151,7 +153,7 @@ def make_rows(
                 plans = [plan(q, rng, Mixture(), TURNS) for q in selected]
                 if skill == "reading":
                     plans = [steps[:1] for steps in plans]
-                rows[skill] += write_all(selected, plans, toolbox, calculating if with_calculator else dialect)
+                rows[skill] += write_all(selected, plans, toolbox, written)
     return rows
 
 
@@ -242,8 +244,9 @@ def make_run(config: ToySFTConfig, tokenizer: Tokenizer, rows: Mapping[str, Sequ
     """A run that trains a policy of `policy_shape`, on one device: batches are small and vary in their rows."""
     shape, optimizer = policy_shape(tokenizer), make_optimizer(config.steps)
     mesh = make_mesh(MeshSection(data=1, fsdp=1, tensor=1), jax.devices()[:1])
-    from_tags = config.dialect == "tool_calls"
-    params = params_of_tags(shape, tokenizer, config.seed) if from_tags else starting_params(shape, config.seed)
+    params = starting_params(shape, config.seed)
+    if config.dialect == "tool_calls":
+        params = with_tags_policy(params, tokenizer)
     trainer_config = Config(
         learning=LearningSection(micro_batch_rows=1, learning_rate=PEAK_RATE),
         rollout=RolloutSection(context_tokens=BUCKETS[-1]),
@@ -272,13 +275,13 @@ def policy_shape(tokenizer: Tokenizer) -> DecoderConfig:
     return replace(PRESETS["toy"], vocab_rows=rows, eos_ids=tuple(sorted(tokenizer.stop_ids)))
 
 
-def params_of_tags(shape: DecoderConfig, tokenizer: Tokenizer, seed: int) -> nnx.State:
-    """The parameters of the policy for tags that ships; the embeddings of tokens that it lacks are random."""
+def with_tags_policy(params: nnx.State, tokenizer: Tokenizer) -> nnx.State:
+    """The parameters of the policy for tags that ships; `params` for the embeddings of tokens that it lacks."""
     _, known = hf.load_hf(TOYS["toy"])
     vocabularies = [t.hf.get_vocab() for t in (tokenizer, Tokenizer.load(TOYS["toy"]))]
     shared = [(i, vocabularies[1][token]) for token, i in vocabularies[0].items() if token in vocabularies[1]]
     new, old = np.asarray(shared).T
-    params, trained = starting_params(shape, seed), dict(nnx.to_flat_state(known))
+    trained = dict(nnx.to_flat_state(known))
     flat = []
     for path, value in nnx.to_flat_state(params):
         taken = trained[path].get_value()

@@ -9,7 +9,7 @@ import tensorflow_datasets as tfds
 from programs import completed
 
 from psearch_jax.data.loader import QuestionLoader
-from psearch_jax.data.prepared import PreparedQuestions, find_overlap, open_questions, prepare
+from psearch_jax.data.prepared import PreparedQuestions, find_overlap, location_exists, open_questions, prepare
 from psearch_jax.data.sources import read_questions
 from psearch_jax.types import Question, UserError
 
@@ -151,3 +151,22 @@ def test_the_command(tmp_path):
     assert len(PreparedQuestions(out)) == 3 and {p.name for p in out.iterdir()} == FILES
     assert "already holds prepared questions" in command(f"--source=nq:{file}", f"--out={out}", expect=2).stderr
     assert len(command("--source=nq", f"--out={tmp_path / 'new'}", expect=2).stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("mine = 5", "TypeError: 'int' object is not callable"),
+        ("def mine():\n    raise KeyError('x')", "KeyError: 'x'"),
+        ("other = 5", "has no 'mine'"),
+        ("def mine():\n    return [{'id': '1', 'question': 'Who?'}]", "row 1: field golden_answers"),
+    ],
+)
+def test_questions_of_a_users_code_are_checked(tmp_path, code, problem):
+    """What is wrong with the code or its rows is one line; a file that is missing, or named so, is not code."""
+    (tmp_path / "asked.py").write_text(code)
+    location = f"{tmp_path}/asked.py:mine"
+    assert location_exists(location) and not location_exists(f"{tmp_path}/gone.py:mine")
+    with pytest.raises(UserError, match=problem):
+        open_questions(location)
+    assert not location_exists("closed_world:pairs")

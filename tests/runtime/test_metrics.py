@@ -30,6 +30,7 @@ def test_every_step_is_logged_to_wandb(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     with closing(MetricsWriter(tmp_path / "run", log="wandb:mine", config={"seed": 3})) as writer:
         writer.write(7, {"reward": 0.5, "entropy": float("nan")})
-        assert wandb.run.name == "run" and wandb.run.project == "mine" and dict(wandb.run.config) == {"seed": 3}
+        run = wandb.run
+        assert (run.name, run.project, run.step, dict(run.config)) == ("run", "mine", 7, {"seed": 3})
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"reward" in file.read_bytes() and b"entropy" not in file.read_bytes()

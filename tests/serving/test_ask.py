@@ -127,7 +127,16 @@ def test_the_token_of_a_runs_server_goes_to_no_other(monkeypatch):
 
 
 def test_named_passages_replace_those_of_the_run(given):
-    """A corpus that the user names replaces the run's own index."""
+    """A corpus that the user names replaces the run's own index or retriever, which may use it if it is named, too."""
+    own = Config(retrieval=RetrievalSection(service="own.py:Titles", topk=5))
+    with flagsaver.flagsaver(model="toy"):
+        assert policy_flags.config("toy", own).retrieval == own.retrieval
+        given({"retrieval.corpus": "new.jsonl"})
+        assert policy_flags.config("toy", own).retrieval == RetrievalSection(corpus="new.jsonl", topk=5)
+        assert policy_flags.passages()["service"] == ""
+        given({"retrieval.corpus": "new.jsonl", "retrieval.service": "own.py:Dates"})
+        named = RetrievalSection(corpus="new.jsonl", service="own.py:Dates", topk=5)
+        assert policy_flags.config("toy", own).retrieval == named
     own = Config(retrieval=RetrievalSection(index="old", token_file="secret", topk=5))
     with flagsaver.flagsaver(model="toy"):
         given({"retrieval.corpus": "new.jsonl"})
