@@ -45,11 +45,11 @@ def validate(config: Config, training: bool = True) -> None:
     _require(
         not r.tools or (r.dialect != "tags" and r.search_turns),
         f"rollout.tools={r.tools}: found with dialect={r.dialect} and search_turns={r.search_turns}, accepted with "
-        "dialect=tool_calls and search_turns of at least 1",
+        "dialect=tool_calls, or one of your own, and search_turns of at least 1",
     )
     _require(
         r.dialect == "tags" or config.reward.profile == "paper",
-        "reward.profile=compat parses tags; accepted with rollout.dialect=tool_calls: paper",
+        f"reward.profile=compat parses tags; accepted with rollout.dialect={r.dialect}: paper",
     )
     if training:
         _validate_evaluation(config)

@@ -72,6 +72,8 @@ def make_dialect(config: Config, tokenizer: Tokenizer, tools: Sequence[Tool] = (
     made = _DIALECTS.get(section.dialect) or load_object(section.dialect, DIALECT_FIELD)[0]
     if not (isinstance(made, type) and issubclass(made, Dialect)):
         raise UserError(f"{DIALECT_FIELD}={section.dialect}: no Dialect found, accepted: a class of that kind")
+    if tools and issubclass(made, Tags):
+        raise UserError(f"{FIELD}={section.tools}: found with {made.__name__}, accepted: a dialect that calls tools")
     if made is ToolCalls and not config.data.prompts_in_rows and SEARCH_OPEN in load_template(name):
         raise UserError(
             f"config.data.template={name}: explains {SEARCH_OPEN}, accepted with rollout.dialect=tool_calls: "

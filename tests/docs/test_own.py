@@ -15,6 +15,7 @@ from runs import command, metrics_without_clocks, run
 from psearch_jax.assembly.tools import make_dialect
 from psearch_jax.config import from_mapping
 from psearch_jax.limits import validate
+from psearch_jax.rollout.calculator import CALCULATOR
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Call, UserError
 
@@ -148,6 +149,8 @@ def test_an_own_dialect_is_written_parsed_and_checked(tiny_tokenizer):
     text = f"<think>t</think>\n{load('Lines').write_calls(calls)}"
     assert load("Lines").parse(text).queries == ("a b", "c ## d") and load("Lines").parse(text).well_formed
     assert load("Lines").parse("<search>\na\nA\n a\n</search>").queries == ("a", "A")
+    with pytest.raises(UserError, match="found with Lines, accepted: a dialect that calls tools"):
+        make_dialect(from_mapping({"rollout": {"dialect": f"{path}:Lines"}}), tiny_tokenizer, [CALCULATOR])
     for name, problem in (("Call", "no Dialect found"), ("Nothing", "has no 'Nothing'")):
         with pytest.raises(UserError, match=problem):
             load(name)
