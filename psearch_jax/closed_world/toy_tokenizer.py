@@ -2,7 +2,7 @@
 
 They are byte-level BPEs without merges, in the standard format of the tokenizers library; other text becomes single
 bytes. A token includes the space before it, so after a space a name always has the same three tokens. With tool calls,
-the schema of each tool is also a single token, and so is the text of a call before and after its argument.
+the schema of each tool is also a single token, and so is the text before, between and after the arguments of calls.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import product
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -48,14 +49,16 @@ def language(dialect: str) -> list[str]:
 
 
 def _blocks(dialect: str) -> list[str]:
-    """Texts of several words that are one token; none begins with another."""
+    """Texts of several words that are one token, longer ones first."""
     if dialect == "tags":
         return list(_BLOCKS)
-    pieces = [escape_tags(json.dumps(schema, ensure_ascii=False)) for schema in _SCHEMAS]
-    for function in (schema["function"] for schema in _SCHEMAS):
-        arguments = json.dumps(dict.fromkeys(function["parameters"]["properties"], "|"))
-        pieces += write_json_calls([(function["name"], arguments)]).split("|")
-    return list(dict.fromkeys(pieces))
+    schemas = [escape_tags(json.dumps(schema, ensure_ascii=False)) for schema in _SCHEMAS]
+    functions = [schema["function"] for schema in _SCHEMAS]
+    calls = [(f["name"], json.dumps(dict.fromkeys(f["parameters"]["properties"], "|"))) for f in functions]
+    # Also the end of a call and the beginning of the next one: whether there is a next one is then decided after the
+    # last word of the argument, as by ` ##`. A token later, reinforcement learning did not tell questions apart.
+    texts = [write_json_calls(pair) for pair in product(calls, repeat=2)]
+    return [*schemas, *sorted({piece for text in texts for piece in text.split("|")}, key=len, reverse=True)]
 
 
 def write_tokenizer(out_dir: str | os.PathLike[str], dialect: str = "tags") -> int:
