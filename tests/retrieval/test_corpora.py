@@ -37,7 +37,7 @@ def test_jsonl_of_every_project(tmp_path):
         ("4", "", "No title"),
     ]
     assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
-    for bad, field in (({"id": "5", "title": 3, "text": "x"}, "title"), ({"id": "5", "title": "x"}, "contents")):
+    for bad, field in (({"id": "5", "title": 3, "text": "x"}, "title"), ({"id": "5", "title": "x"}, "text")):
         path.write_text(json.dumps(bad))
         with pytest.raises(CorpusError, match=f"line 1: field {field}"):
             open_corpus(path)
