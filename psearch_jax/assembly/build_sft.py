@@ -20,7 +20,7 @@ from psearch_jax.config import Config, with_method
 from psearch_jax.data.transcripts import Row, read_rows
 from psearch_jax.limits import validate
 from psearch_jax.models import hf
-from psearch_jax.runtime.paths import TOYS, packaged
+from psearch_jax.runtime.paths import packaged
 from psearch_jax.sft import learner
 from psearch_jax.sft.trainer import SupervisedRun
 from psearch_jax.sharding import make_mesh
@@ -40,7 +40,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     user_config, config = config, with_adapter_shape(with_method(config))
     validate(config, training=False)
     section, m = config.sft, config.model
-    path = packaged(m.path) if m.path in ("", *TOYS) else hf.resolve(m.path)
+    path = hf.resolve(m.path) if m.path else ""
     if not (m.tokenizer or path):
         raise UserError(
             "config.model.path: found '', accepted: the weights to train, or config.model.tokenizer with random ones"

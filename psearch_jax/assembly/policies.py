@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from psearch_jax.config import PRESETS, Config, DecoderConfig, ModelSection
 from psearch_jax.models import decoder, hf, lora, peft
-from psearch_jax.runtime.paths import TOYS, packaged
+from psearch_jax.runtime.paths import packaged
 from psearch_jax.sharding import STORAGE, param_shardings, put
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import settings
@@ -33,7 +33,7 @@ def load_weights(
     if params is not None and model is not None:
         return model, jax.device_put(params, shard(params)), ""
     if config.model.path:
-        path = packaged(config.model.path) if config.model.path in TOYS else hf.resolve(config.model.path)
+        path = hf.resolve(config.model.path)
         model, params = hf.load_hf(path, shard, dtype)
         return model, params, path
     model = PRESETS[config.model.preset]
@@ -47,7 +47,7 @@ def load_teacher(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> tuple[Deco
       UserError: it has another tokenizer than the policy; its weights are not loaded then.
     """
     named = config.learning.teacher
-    path = packaged(named) if named in TOYS else hf.resolve(named)
+    path = hf.resolve(named)
     if Tokenizer.load(path).fingerprint != tokenizer.fingerprint:
         raise UserError(
             f"config.learning.teacher={named}: its tokenizer is not the policy's ({tokenizer.name}), accepted: a "

@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from psearch_jax.config.families import PRESETS
-from psearch_jax.config.setting import SEED, Accepted, free, one_of, same_content, setting, share
+from psearch_jax.config.setting import SEED, Accepted, free, names_object, one_of, same_content, setting, share
 from psearch_jax.config.shapes import Lora
 from psearch_jax.types import KINDS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "dots", "full"]
 DIALECTS = ("tags", "tool_calls")  # the built-in ones
-
-
-def _names_dialect(text: str) -> bool:
-    return text in DIALECTS or re.fullmatch(r"(?:.+\.py|[^\W\d][\w.]*):[^\W\d]\w*", text) is not None
 
 
 def _are_urls(text: str) -> bool:
@@ -188,7 +184,9 @@ class RolloutSection:
         "How the policy writes its actions. `tags`: as published; `tool_calls`: as the model's chat template writes "
         "calls of tools; those of one turn run at once; or a `Dialect` of your own as `FILE.py:CLASS` or "
         "`module:CLASS`.",
-        accepted=Accepted("tags, tool_calls, FILE.py:CLASS or MODULE:CLASS", _names_dialect),
+        accepted=Accepted(
+            "tags, tool_calls, FILE.py:CLASS or MODULE:CLASS", lambda s: s in DIALECTS or names_object(s)
+        ),
     )
     tools: str = same_content(
         "",

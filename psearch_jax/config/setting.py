@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +68,14 @@ def setting(
 free = partial(setting, resume=Resume.FREE)
 same_content = partial(setting, resume=Resume.SAME_CONTENT)
 share = partial(setting, at_least=0, at_most=1)
+
+
+_OWN = re.compile(r"(?:.+\.py|[^\W\d][\w.]*):[^\W\d]\w*")
+
+
+def names_object(text: str) -> bool:
+    """Whether a text has the form FILE.py:NAME or MODULE:NAME, by which fields name a user's own code."""
+    return _OWN.fullmatch(text) is not None
 
 
 def one_of(names: Collection[str]) -> Accepted:

@@ -16,10 +16,11 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
+from psearch_jax.config.setting import names_object
 from psearch_jax.data.sources import Seen, add_to_seen, convert_rows, iter_questions, read_questions
 from psearch_jax.data.triple_questions import ALL_FORMS, SIZES, make_questions
 from psearch_jax.data.triples import read_triples, select_stated, without_entities_of
-from psearch_jax.runtime.own_code import call_object, names_object
+from psearch_jax.runtime.own_code import call_object
 from psearch_jax.runtime.paths import locate, on_disk, write_atomically
 from psearch_jax.text.answers import normalise
 from psearch_jax.types import Kind, Question, UserError, first_line

@@ -49,11 +49,13 @@ def locate_recorded_model(path: str, name: str, file: str = "config.json") -> st
 
 
 def resolve(path: str) -> str:
-    """The local directory of a model: `path` itself, or the snapshot of a hub id (downloaded if necessary).
+    """The local directory of a model: a policy that ships, `path` itself, or a hub id's snapshot (fetched if needed).
 
     Raises:
       UserError: neither a directory nor a hub id that can be fetched.
     """
+    if path in TOYS:
+        return str(TOYS[path])
     if Path(path).is_dir():
         return path
     if not hub.is_hub_id(path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -29,9 +28,6 @@ def load_terms(config: Config) -> list[Term]:
       UserError: the field cannot be parsed, a file cannot be loaded, or two terms have the same name.
     """
     terms: list[Term] = []
-    load = functools.cache(
-        functools.partial(load_module, field="config.reward.terms")
-    )  # a file with two functions is run once
     for spec in config.reward.terms.split(",") if config.reward.terms else ():
         field, match = f"config.reward.terms={spec}", _SPEC.fullmatch(spec.strip())
         if not match or not (match[1] or match[2] in OPTIONAL):
@@ -39,7 +35,7 @@ def load_terms(config: Config) -> list[Term]:
         source, name, weight = match[1], match[2], float(match[3])
         if name in {"total", *(term.name for term in (*TERMS, *terms)), *(OPTIONAL if source else ())}:
             raise UserError(f"{field}: another term is named {name!r}, accepted: a function with a name of its own")
-        module, digest = load(source) if source else (None, "")
+        module, digest = load_module(source, "config.reward.terms") if source else (None, "")
         function = getattr(module, name, None) if source else OPTIONAL[name]
         if not inspect.isfunction(function):
             raise UserError(f"{field}: {source} has no function {name!r}, accepted: one that takes a trajectory")

@@ -67,7 +67,7 @@ class Collector(Parts):
             retrieval=retrieval,
             dialect=dialect,
             tools=tuple(tools),
-            parse_turn=parse_turn or TurnParser(tokenizer, dialect),
+            parse_turn=parse_turn or TurnParser(dialect),
             shapes=SamplerShapes.of(rollout, sampler.mesh, sampler.by_length),
         )
 

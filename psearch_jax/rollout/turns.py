@@ -11,7 +11,6 @@ from psearch_jax.rollout.rollouts import Rollout
 from psearch_jax.rollout.sampler_programs import Status
 from psearch_jax.text import tags
 from psearch_jax.text.dialects import Dialect
-from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Call, EndStatus, Turn
 
 
@@ -57,11 +56,10 @@ def decide(turn: Turn, status: Status, model_calls: int, search_turns: int) -> C
 class TurnParser:
     """A `ParseTurn` by the grammar of a dialect."""
 
-    tokenizer: Tokenizer
     dialect: Dialect
 
     def __call__(self, rollout: Rollout, sampled: np.ndarray, status: Status) -> Turn:
-        tokenizer, tokens = self.tokenizer, sampled
+        tokenizer, tokens = self.dialect.tokenizer, sampled
         if status == Status.NOT_FINITE:  # cut off at an arbitrary token: no search or answer counts
             return Turn(tokenizer.decode(tokens, control=True), "none", False, n_sampled=len(sampled))
         ended = len(tokens) > 0 and int(tokens[-1]) in tokenizer.stop_ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import re
 import sys
 import traceback
 from pathlib import Path
@@ -15,17 +14,10 @@ from typing import Any
 from psearch_jax.runtime.paths import on_disk
 from psearch_jax.types import UserError, first_line
 
-_NAMED = re.compile(r"(?:.+\.py|[^\W\d][\w.]*):[^\W\d]\w*")  # FILE.py:NAME or MODULE:NAME
-
-
-def names_object(text: str) -> bool:
-    """Whether a text has the form FILE.py:NAME or MODULE:NAME."""
-    return _NAMED.fullmatch(text) is not None
-
 
 @functools.cache
 def load_object(named: str, field: str) -> tuple[Any, str]:
-    """The object at FILE.py:NAME or MODULE:NAME, and the SHA-256 of its file, which is run once.
+    """The object at FILE.py:NAME or MODULE:NAME, and the SHA-256 of the file that it came from, however often asked.
 
     Raises:
       UserError: as `load_module`; or there is no such object.
@@ -52,7 +44,7 @@ def call_object(named: str, field: str, *arguments: Any) -> Any:
 
 
 def load_module(source: str, field: str) -> tuple[ModuleType, str]:
-    """The module of `FILE.py` or of a dotted name, and the SHA-256 of its file. Runs its code.
+    """The module of `FILE.py` or of a dotted name, and the SHA-256 of its file. Runs its code, once for each content.
 
     Of a file, exactly the bytes that are hashed are run.
 
@@ -65,13 +57,19 @@ def load_module(source: str, field: str) -> tuple[ModuleType, str]:
             content = Path(str(module.__file__)).read_bytes()
         else:
             content = on_disk(source, field).read_bytes()
-            module = sys.modules[source] = ModuleType(source)  # where dataclasses look their module up
-            module.__file__ = source
-            exec(compile(content, source, "exec"), vars(module))
+            module = _run(source, content)
     except Exception as error:
         where = f"{field}: {source}: cannot be loaded in {Path.cwd()}"
         raise UserError(f"{where}: {describe_error(error, source)}") from error
     return module, hashlib.sha256(content).hexdigest()
+
+
+@functools.cache
+def _run(source: str, content: bytes) -> ModuleType:
+    module = sys.modules[source] = ModuleType(source)  # where dataclasses look their module up
+    module.__file__ = source
+    exec(compile(content, source, "exec"), vars(module))
+    return module
 
 
 def describe_error(error: Exception, file: str) -> str:

@@ -91,18 +91,20 @@ def parse_turn(text: str, max_sub_queries: int = MAX_SUB_QUERIES, tail_start: in
         the tag and this offset belong to the completing token and are ignored; default: the tail begins right after
         the tag. A tail that is not blank makes an answer ill-formed; text after a search is ignored.
     """
-    ends = [(at, tag) for tag in (SEARCH_CLOSE, ANSWER_CLOSE) if (at := text.find(tag)) >= 0]
-    if not ends:
-        return NO_ACTION
-    close_at, closing = min(ends)
+    close_at, closing = find_first(text, SEARCH_CLOSE, ANSWER_CLOSE)
     if closing == ANSWER_CLOSE:
         return parse_answer(text, close_at, _WELL_FORMED, tail_start)
-    open_at = text.rfind(SEARCH_OPEN, 0, close_at)
+    open_at = text.rfind(SEARCH_OPEN, 0, close_at) if closing else -1
     if open_at < 0:
         return NO_ACTION
     well_formed = _WELL_FORMED.fullmatch(text, 0, close_at + len(closing)) is not None
     queries = split_sub_queries(text[open_at + len(SEARCH_OPEN) : close_at], max_sub_queries)
     return Action("search", queries, None, well_formed) if queries else NO_ACTION
+
+
+def find_first(text: str, *tags: str) -> tuple[int, str]:
+    """The character offset of the earliest of these tags, and the tag; (-1, "") without any."""
+    return min(((at, tag) for tag in tags if (at := text.find(tag)) >= 0), default=(-1, ""))
 
 
 def parse_answer(text: str, close_at: int, grammar: re.Pattern[str], tail_start: int | None) -> Action:

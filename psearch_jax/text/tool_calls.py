@@ -28,6 +28,7 @@ from psearch_jax.text.tags import (
     THINK_CLOSE,
     THINK_OPEN,
     Action,
+    find_first,
     parse_answer,
 )
 from psearch_jax.types import SEARCH, Call
@@ -61,10 +62,7 @@ def parse_turn(text: str, max_calls: int = MAX_SUB_QUERIES, tail_start: int | No
       max_calls: the number of distinct calls kept.
       tail_start: as in `tags.parse_turn`, of an answer.
     """
-    ends = [(at, tag) for tag in (CALL_CLOSE, ANSWER_CLOSE) if (at := text.find(tag)) >= 0]
-    if not ends:
-        return NO_ACTION
-    close_at, closing = min(ends)
+    close_at, closing = find_first(text, CALL_CLOSE, ANSWER_CLOSE)
     if closing == ANSWER_CLOSE:
         return parse_answer(text, close_at, _ANSWER, tail_start)
     written = find_calls(text.partition(ANSWER_CLOSE)[0])
