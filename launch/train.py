@@ -4,10 +4,12 @@ The same command resumes. Any config field can be set, for example `--config.tra
 affect the run's numbers must be unchanged, unless `--allow_changes` accepts the changes.
 """
 
+from typing import Any
+
 from absl import flags
 from ml_collections import config_flags
 
-from psearch_jax.config import from_mapping
+from psearch_jax.config import Config, from_mapping
 from psearch_jax.runtime import cli
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The run: a file like configs/smoke.py.", lock_config=False)
@@ -19,20 +21,16 @@ cli.require("config", "workdir")
 
 
 def main(_: list[str]) -> None:
-    from psearch_jax.assembly import build
-    from psearch_jax.report import page, tables
+    from psearch_jax.report import runs, tables
     from psearch_jax.runtime import metrics, processes
-    from psearch_jax.train import trainer
 
     cli.configure_jax()
     if LOG.value:
         metrics.load_log(LOG.value)
     config = from_mapping(CONFIG.value.to_dict())
-    run = build.training_run(config)
-    try:
-        summary = trainer.train(run, WORKDIR.value, CHANGES.value, LOG.value)
-    except trainer.Interrupted as stop:
-        cli.end_stopped(str(stop), run.stop.by_user)
+    summary = runs.read_complete(WORKDIR.value, config)
+    is_complete = summary is not None
+    summary = summary or _train(config)
     if not processes.first():
         return
     if summary["after"]:
@@ -47,9 +45,26 @@ def main(_: list[str]) -> None:
                 **summary["best"]
             )
         )
-    seconds = summary["wall_s"]["total"]
-    print(f"{seconds:.0f} s since this start; summary, metrics and trajectories are in {WORKDIR.value}")
+    seconds, files = summary["wall_s"]["total"], f"summary, metrics and trajectories are in {WORKDIR.value}"
+    if is_complete:
+        print(f"complete after {summary['steps']} steps, nothing to do; {files}")
+        return
+    print(f"{seconds:.0f} s since this start; {files}")
+    from psearch_jax.report import page
+
     page.offer_report(WORKDIR.value)
+
+
+def _train(config: Config) -> dict[str, Any]:
+    """Trains, and returns the summary."""
+    from psearch_jax.assembly import build
+    from psearch_jax.train import trainer
+
+    run = build.training_run(config)
+    try:
+        return trainer.train(run, WORKDIR.value, CHANGES.value, LOG.value)
+    except trainer.Interrupted as stop:
+        cli.end_stopped(str(stop), run.stop.by_user)
 
 
 if __name__ == "__main__":

@@ -227,6 +227,25 @@ def test_tool_calls_are_those_of_the_chat_template(directory):
     check_template(ToolCalls(tokenizer, 200, schemas=[SEARCH_SCHEMA, CALCULATOR.schema]))
 
 
+def test_the_device_stops_where_the_host_reads_a_call(loaded, figure):
+    """Real tokens split the stop strings in other places than the toy's, and a reply is cut or runs on."""
+    from calls import count_ends
+    from real_policy import TOOL_CALLS, Policy
+    from real_questions import questions
+
+    policy = Policy.make(MODEL, *loaded, slots=64, rollout=TOOL_CALLS)
+    if "tool_call" not in (policy.engine.tokenizer.hf.chat_template or ""):
+        pytest.skip(f"{MODEL}: the chat template writes no tool calls")
+    count = len(questions())
+    trajectories = policy.collect(count, -(-1000 // count))
+    dialect = policy.engine.collector.dialect
+    ends = count_ends(policy.engine.tokenizer, dialect, trajectories, TOOL_CALLS["turn_tokens"])
+    called = sum(bool(t.executed) for t in trajectories)
+    assert len(trajectories) >= 1000 and ends["stop token"] > 100 < called, (ends, called)
+    counts = ", ".join(f"{n} at {name}" for name, n in ends.items())
+    figure(f"turns of {len(trajectories)} trajectories with tool calls that end alike", f"{counts}; {called} call")
+
+
 VARIANTS = {
     "float32": ({}, 1e-3),
     "bfloat16": ({"sampling_dtype": "bfloat16", "dtype": "bfloat16"}, 0.05),

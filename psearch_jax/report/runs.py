@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from psearch_jax.config import Config, to_mapping
 from psearch_jax.eval.benchmarks import file_name
 from psearch_jax.runtime.paths import locate, read_json
 from psearch_jax.types import UserError
@@ -72,6 +73,18 @@ def read_run(directory: Path, name: str) -> RunFiles:
         raise UserError(f"{directory}: a run of launch/sft.py found, accepted: of launch/train.py or launch/eval.py")
     steps = {file.stem.lstrip("0") or "0": file for file in sorted((directory / "trajectories").glob("*.jsonl"))}
     return RunFiles(name, directory, config, rows, summary, {}, steps)
+
+
+def read_complete(workdir: str | Path, config: Config) -> dict[str, Any] | None:
+    """The summary of a training run that has taken all steps of this very config; None if it is another run."""
+    directory = locate(workdir)
+    try:
+        summary, known = (read_json(directory / f"{part}.json") for part in ("summary", "config"))
+    except UserError:  # the run that follows says what is wrong
+        return None
+    steps = summary.get("steps", -1)
+    complete = known == to_mapping(config) and steps >= config.train.steps
+    return summary if complete and (directory / "checkpoints" / str(steps)).is_dir() else None
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:

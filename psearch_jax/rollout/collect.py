@@ -16,7 +16,7 @@ from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.stream import RolloutStream
 from psearch_jax.rollout.tools import Tool
 from psearch_jax.rollout.turns import TurnParser
-from psearch_jax.runtime.compiling import compile_all
+from psearch_jax.runtime.compiling import Program, compile_all
 from psearch_jax.text.dialects import Dialect, Tags
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import Question, Trajectory, UserError
@@ -72,17 +72,24 @@ class Collector(Parts):
         )
 
     def warm_up(
-        self, weights: SamplingWeights, *, suspends: bool = False, prompts: tuple[int, ...] | None = None
+        self,
+        weights: SamplingWeights,
+        *,
+        suspends: bool = False,
+        prompts: tuple[int, ...] | None = None,
+        others: Sequence[Program] = (),
     ) -> None:
         """Compiles every program without running any, so that no later call waits for a compilation.
 
         Args:
+          weights: or their ShapeDtypeStructs.
           suspends: as in `Sampler.programs`.
           prompts: the prompt widths to compile for, if not all; others are compiled when they are first needed.
+          others: programs of the caller, compiled at the same time.
         """
         shapes = replace(self.shapes, prompts=prompts or self.shapes.prompts)
         sampling.row_keys(0, 0, [np.zeros(8, np.uint32)], [0])
-        compile_all(self.sampler.programs(shapes, weights, suspends))
+        compile_all([*self.sampler.programs(shapes, weights, suspends), *others])
 
     def collect(
         self,

@@ -1,7 +1,7 @@
 """The tools of an MCP server (Model Context Protocol), by the official SDK; needs the extra `mcp`.
 
 A thread of its own keeps the connection. After a failure, as when the server was killed, the calls of that batch fail,
-and the next batch connects again.
+and the next batch connects again. A call without a response fails alone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from psearch_jax.rollout.tools import Arguments, Tool, failure
+from psearch_jax.rollout.tools import Arguments, Tool, failure, late
 from psearch_jax.types import UserError, first_line
 
 OPENING_S = 30.0  # to start a server and list its tools
+CANCELLING_S = 5.0  # to tell a server that its response is no longer awaited
 
 
 def open_server(target: str, timeout_s: float) -> list[Tool]:
@@ -54,7 +55,10 @@ def open_server(target: str, timeout_s: float) -> list[Tool]:
 
         return batch
 
-    return [Tool(tool.name, tool.description or "", tool.input_schema, make_batch(tool.name)) for tool in listed]
+    return [
+        Tool(t.name, t.description or "", t.input_schema, make_batch(t.name), timeout_s=timeout_s + CANCELLING_S)
+        for t in listed
+    ]
 
 
 async def _list_tools(client: Any) -> Sequence[Any]:
@@ -63,11 +67,20 @@ async def _list_tools(client: Any) -> Sequence[Any]:
 
 async def _call(client: Any, name: str, calls: Sequence[Arguments], timeout_s: float) -> list[str]:
     """Calls a tool for all arguments at once. Raises if the connection is lost."""
-    pending = (client.call_tool(name, dict(arguments), read_timeout_seconds=timeout_s) for arguments in calls)
-    results = await asyncio.gather(*pending, return_exceptions=True)
+    from mcp.types import REQUEST_TIMEOUT
+
+    async def call(arguments: Arguments) -> str:
+        try:
+            return _text(await client.call_tool(name, dict(arguments), read_timeout_seconds=timeout_s))
+        except Exception as error:
+            if getattr(error, "code", None) != REQUEST_TIMEOUT:
+                raise
+            return late(timeout_s)
+
+    results = await asyncio.gather(*map(call, calls), return_exceptions=True)
     if lost := [result for result in results if isinstance(result, BaseException)]:
         raise lost[0]
-    return [_text(result) for result in results]
+    return results
 
 
 def _text(result: Any) -> str:

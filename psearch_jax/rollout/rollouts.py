@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -29,6 +30,17 @@ class Row:
     automaton: int = 0
 
 
+@dataclass(frozen=True)
+class RolloutLimits:
+    """Of one rollout, in addition to those of the settings, or instead of them."""
+
+    search_turns: int | None = None
+    max_tokens: int | None = None  # sampled ones, in all turns; only where there is one process
+
+
+NO_LIMITS = RolloutLimits()
+
+
 @dataclass
 class Rollout:
     """A rollout in progress: waiting for a slot, in one, or suspended."""
@@ -38,7 +50,7 @@ class Rollout:
     sample: int
     prompt: list[int]
     key: np.ndarray  # [2] uint32, the data of its random key
-    search_turns: int | None = None  # instead of that of the settings
+    limits: RolloutLimits = NO_LIMITS
     turn_start: int = 0  # position of the first token of the current turn
     turns: list[Turn] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # as Trajectory.versions
@@ -47,6 +59,12 @@ class Rollout:
     @property
     def model_calls(self) -> int:
         return sum(t.n_sampled > 0 for t in self.turns)
+
+    @property
+    def tokens_left(self) -> float:
+        """Tokens that may still be sampled in turns to come."""
+        most = self.limits.max_tokens
+        return math.inf if most is None else most - sum(t.n_sampled for t in self.turns)
 
     def number_calls(self, calls: Sequence[Call]) -> tuple[Call, ...]:
         """The calls of the last turn with their numbers in the rollout."""
@@ -64,7 +82,7 @@ class Rollout:
 
     def from_prompt(self) -> Rollout:
         """The same rollout from its beginning."""
-        fixed = self.order, self.question, self.sample, self.prompt, self.key, self.search_turns
+        fixed = self.order, self.question, self.sample, self.prompt, self.key, self.limits
         return Rollout(*fixed, len(self.prompt))
 
     def sample_from(self, position: int, version: int) -> None:

@@ -225,8 +225,8 @@ class Sampler:
         calls: list[tuple[str, tuple[int, ...], Callable[[int], tuple[Any, ...]]]] = [
             ("generate", shapes.spans, lambda span: (w, tables, state, temperatures, *limits, span)),
             ("prefill", shapes.prompts, lambda width: (w, i32(P, width), i32(P))),
-            ("admit", shapes.prompts, lambda width: (state, pool(width), i32(R), i32(R), _keys(R), i32())),
-            ("extend", shapes.observations, lambda width: (w, state, i32(R), i32(R, width), i32(R), i32())),
+            ("admit", shapes.prompts, lambda width: (state, pool(width), i32(R), i32(R), _keys(R), i32(R))),
+            ("extend", shapes.observations, lambda width: (w, state, i32(R), i32(R, width), i32(R), i32(R))),
             ("read", (0,), lambda _: (state, i32(R))),
             ("new_state", (0,), lambda _: (B, S)),
             ("new_state", shapes.prompts[:1], lambda width: (P, width)),  # an empty pool

@@ -198,7 +198,7 @@ class SamplerPrograms:
           slots: [R] int32, -1 for none.
           source: [R] int32.
           keys: [R, 2] uint32 key data, used where a prompt is admitted.
-          turn_tokens: [] int32, maximum tokens of the first turn.
+          turn_tokens: [R] int32, maximum tokens of the first turn.
         """
         S, width = state.ids.shape[1], pool.ids.shape[1]
         index = jnp.maximum(source, 0)
@@ -242,7 +242,7 @@ class SamplerPrograms:
           slots: [R] int32, -1 for none.
           ids: [R, C] int32.
           n: [R] int32.
-          turn_tokens: [] int32, maximum tokens of the next turn.
+          turn_tokens: [R] int32, maximum tokens of the next turn.
         """
         S = state.ids.shape[1]
         R, C = ids.shape
@@ -265,7 +265,7 @@ class SamplerPrograms:
             ids=put_rows(state.ids, touched, known),
             cache=kv_cache.write(state.cache, k, v, start, count, touched),
             length=put_rows(state.length, touched, length),
-            turn_left=put_rows(state.turn_left, touched, jnp.full_like(n, turn_tokens)),
+            turn_left=put_rows(state.turn_left, touched, turn_tokens),
             automaton=put_rows(state.automaton, touched, jnp.full_like(n, boundary.ROOT)),
             status=put_rows(state.status, touched, status),
         )

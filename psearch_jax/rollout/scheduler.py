@@ -27,7 +27,7 @@ import numpy as np
 from psearch_jax.models.buckets import pick
 from psearch_jax.rollout import sampling
 from psearch_jax.rollout.boundary import TOKENS_AFTER_ANSWER
-from psearch_jax.rollout.rollouts import Parts, Rollout, Row, Usage, stack_rows
+from psearch_jax.rollout.rollouts import NO_LIMITS, Parts, Rollout, RolloutLimits, Row, Usage, stack_rows
 from psearch_jax.rollout.sampler import NO_STEP_LIMIT
 from psearch_jax.rollout.sampler_programs import SamplerState, SamplingWeights, Status
 from psearch_jax.rollout.search import SearchPolicy
@@ -86,7 +86,7 @@ class RolloutScheduler:
     ):
         self.parts, self.search, self.samples = parts, search, samples
         self.settings, self.sampler = parts.rollout, parts.sampler
-        self.rows, self._turn_tokens = self.settings.slots, np.int32(self.settings.turn_tokens)
+        self.rows = self.settings.slots
         share, me = self.rows // jax.process_count(), jax.process_index()
         self.local_slots = range(me * share, (me + 1) * share)
         self.usage = Usage(share)
@@ -152,13 +152,17 @@ class RolloutScheduler:
         return suspended
 
     def add(
-        self, questions: Sequence[Question], prompts: Sequence[list[int]], step: int, search_turns: int | None = None
+        self,
+        questions: Sequence[Question],
+        prompts: Sequence[list[int]],
+        step: int,
+        limits: RolloutLimits = NO_LIMITS,
     ) -> None:
         """Queues every sample of this process's `questions`; one whose prompt is too long ends as `truncated`.
 
         Args:
           step: part of the random key of these rollouts.
-          search_turns: of these rollouts; default: that of the settings.
+          limits: of each of these rollouts.
         """
         if not questions:
             return
@@ -168,7 +172,7 @@ class RolloutScheduler:
         for question, prompt in zip(questions, prompts, strict=True):
             cut = prompt[: self.settings.prompt_tokens]
             for sample in range(self.samples):
-                rollout = Rollout(self.added, question, sample, cut, next(keys), search_turns)
+                rollout = Rollout(self.added, question, sample, cut, next(keys), limits)
                 self.added += 1
                 if len(cut) == len(prompt):
                     self.waiting.append(rollout)
@@ -265,7 +269,12 @@ class RolloutScheduler:
         for slots in self._slot_batches(source):
             rows = np.array([source.get(b, -1) for b in slots], np.int32)
             row_keys = np.stack([keys.get(b, np.zeros(2, np.uint32)) for b in slots])
-            self.state = self.sampler.admit(self.state, self._pool, slots, rows, row_keys, self._turn_tokens)
+            self.state = self.sampler.admit(self.state, self._pool, slots, rows, row_keys, self._turn_budgets(slots))
+
+    def _turn_budgets(self, slots: np.ndarray) -> np.ndarray:
+        """[R] int32, the maximum tokens of the turns that begin in `slots`."""
+        left = [self.live[b].tokens_left if b in self.live else math.inf for b in slots.tolist()]
+        return np.minimum(left, self.settings.turn_tokens).astype(np.int32)
 
     def _slot_batches(self, slots: Iterable[int]) -> list[np.ndarray]:
         """Batches of R slots (of all processes) in the given order, each slot in its device's part, padded with -1."""
@@ -355,8 +364,10 @@ class RolloutScheduler:
             rollout, row, how = self.live[b], rows[b], Status(status[b])
             rollout.row = row
             turn = self.parts.parse_turn(rollout, row.ids[rollout.turn_start :], how)
-            limit = self.settings.search_turns if rollout.search_turns is None else rollout.search_turns
-            decision = decide(turn, how, rollout.model_calls, limit)
+            limit = rollout.limits.search_turns
+            limit = self.settings.search_turns if limit is None else limit
+            spent = rollout.tokens_left <= turn.n_sampled
+            decision = decide(turn, how, rollout.model_calls, limit, spent)
             ends = isinstance(decision, End)
             rollout.turns.append(replace(turn, queries=(), passages=(), tools=()) if ends else turn)
             if isinstance(decision, End):
@@ -426,7 +437,7 @@ class RolloutScheduler:
                 if b >= 0:
                     n[r] = len(chunks[b])
                     ids[r, : n[r]] = chunks[b]
-            self.state = self.sampler.extend(self.weights, self.state, slots, ids, n, self._turn_tokens)
+            self.state = self.sampler.extend(self.weights, self.state, slots, ids, n, self._turn_budgets(slots))
             self.usage.extended += ids.size
             self.usage.forced += int(n.sum())
         for b, chunk in chunks.items():

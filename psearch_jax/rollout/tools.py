@@ -28,6 +28,7 @@ log = logging.getLogger("psearch_jax")
 # The ids of passages that report a failed call.
 ERROR, TIMEOUT = "tool error", "tool timeout"
 _FAILED = "error:"  # begins the text of a failed call
+_LATE = f"{_FAILED} no response"
 
 Calls = Mapping[int, tuple[Call, ...]]  # order of a rollout (rollouts.Rollout) -> its calls
 Passages = dict[int, tuple[tuple[Passage, ...], ...]]  # order of a rollout -> the passages of each call
@@ -105,6 +106,15 @@ def from_function(function: Callable[..., Any]) -> Tool:
 def failure(reason: str) -> str:
     """The text of a failed call."""
     return f"{_FAILED} {' '.join(reason.split())[:300]}"
+
+
+def late(seconds: float) -> str:
+    """The text of a call without a response."""
+    return f"{_LATE} in {seconds:g} s"
+
+
+def _result(text: str) -> Passage:
+    return Passage(TIMEOUT if text.startswith(_LATE) else ERROR if text.startswith(_FAILED) else "", "", text)
 
 
 @dataclass(frozen=True)
@@ -190,7 +200,7 @@ class Toolbox:
             return [Passage(TIMEOUT, "", failure(f"{name} does not respond"))] * count
         if not concurrent.futures.wait([future], timeout_s).done:
             log.warning("%s did not respond in %g s; its %d calls fail", name, timeout_s, count)
-            return [Passage(TIMEOUT, "", failure(f"no response in {timeout_s:g} s"))] * count
+            return [_result(late(timeout_s))] * count
         try:
             texts = [as_utf8(str(text)) for text in future.result()]
             if len(texts) != count:
@@ -198,4 +208,4 @@ class Toolbox:
         except BaseException as error:  # also what a library in another language raises
             log.warning("%s failed: %s", name, first_line(error))
             texts = [failure(f"{type(error).__name__}: {first_line(error)}")] * count
-        return [Passage(ERROR if text.startswith(_FAILED) else "", "", text) for text in texts]
+        return [_result(text) for text in texts]

@@ -33,20 +33,21 @@ class End:
     status: EndStatus
 
 
-def decide(turn: Turn, status: Status, model_calls: int, search_turns: int) -> Continue | End | Search:
+def decide(turn: Turn, status: Status, model_calls: int, search_turns: int, spent: bool) -> Continue | End | Search:
     """What follows a stopped row's turn.
 
     Args:
       status: why the row stopped.
       model_calls: earlier turns of the rollout in which the model sampled.
       search_turns: as in the config's section `rollout`.
+      spent: whether the rollout may sample no further token.
     """
     if status == Status.ANSWER and turn.action == "answer":
         return End("answered")
-    if status == Status.CONTEXT_FULL:
-        return End("truncated")
     if status == Status.NOT_FINITE:
         return End("not_finite")
+    if status == Status.CONTEXT_FULL or spent:
+        return End("truncated")
     if model_calls == search_turns:
         return End("out_of_turns")
     return Search(turn.calls) if turn.action == "search" else Continue()

@@ -21,6 +21,7 @@ import numpy as np
 
 from psearch_jax.limits import MAX_TEMPERATURE
 from psearch_jax.rollout.collect import Collector
+from psearch_jax.rollout.rollouts import NO_LIMITS, RolloutLimits
 from psearch_jax.rollout.sampler_programs import SamplingWeights, Status
 from psearch_jax.rollout.scheduler import RolloutScheduler
 from psearch_jax.runtime import processes
@@ -68,7 +69,7 @@ class _Pending:
     temperature: float
     listen: Listener
     last_event_s: float  # time of the last timed event, on the monotonic clock
-    search_turns: int | None = None  # as in `Rollout`
+    limits: RolloutLimits = NO_LIMITS
     sent_turns: int = 0  # turns that were sent completely
     sent_chars: int = 0  # characters of the next turn that were sent
     searching: bool = False  # the queries of the next turn were sent, its passages not yet
@@ -120,6 +121,7 @@ class Answerer:
         temperature: float = 0.0,
         seed: int = 0,
         prompt: list[int] | None = None,
+        max_tokens: int | None = None,
     ) -> Callable[[], None]:
         """Queues a question. Another thread calls `listen`, the last time with an `end` or an `error`.
 
@@ -128,6 +130,7 @@ class Answerer:
           seed: the same question with the same seed gets the same answer.
           prompt: token ids instead of the question in the prompt template; only one turn follows, and its calls are
             not run.
+          max_tokens: that the policy may sample, in all turns.
 
         Returns:
           A function that cancels the question; it gets no more events.
@@ -140,11 +143,12 @@ class Answerer:
         if not (math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
             raise UserError(f"temperature: found {temperature}, accepted: 0 to {MAX_TEMPERATURE:g}")
         question = Question("asked", f"{seed} {text}", text, (), "single")
-        most, search_turns = self._collector.rollout.prompt_tokens, None if prompt is None else 0
+        most = self._collector.rollout.prompt_tokens
+        limits = RolloutLimits(None if prompt is None else 0, max_tokens)
         prompt = self._collector.render(question) if prompt is None else prompt
         if len(prompt) > most:
             raise UserError(f"question: found {len(prompt)} tokens with the prompt template, accepted: at most {most}")
-        pending = _Pending(question, prompt, temperature, listen, time.monotonic(), search_turns)
+        pending = _Pending(question, prompt, temperature, listen, time.monotonic(), limits)
         self._arrived.put(pending)
         if self._closed or not self._thread.is_alive():
             self._fail()
@@ -222,7 +226,7 @@ class Answerer:
             while (pending := self._arrived.get(block=not self._pending)) is not None:
                 if not pending.cancelled:
                     self._pending[scheduler.added] = pending
-                    scheduler.add([pending.question], [pending.prompt], 0, pending.search_turns)
+                    scheduler.add([pending.question], [pending.prompt], 0, pending.limits)
         for order in [order for order, pending in self._pending.items() if pending.cancelled]:
             scheduler.drop(order)
             del self._pending[order]

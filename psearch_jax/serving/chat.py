@@ -7,8 +7,9 @@ GET  /health, /metrics      as in the retrieval server
 
 The answer is the message's `content`; the text of all turns is its `reasoning_content`. Fields that OpenAI's format
 lacks are under `psearch`: the searches with their passages, and the seconds of each turn. Of the request, `messages`,
-`stream`, `temperature`, `seed` and `tools` are used, `n` must be 1, and other fields are ignored. With `tools`, the
-policy adds one turn to the messages, and the client runs its calls; without, the server runs those of its own tools.
+`stream`, `temperature`, `seed`, `tools` and `max_completion_tokens` or `max_tokens` (for all turns together) are used,
+`n` must be 1, and other fields are ignored. With `tools`, the policy adds one turn to the messages, and the client
+runs its calls; without, the server runs those of its own tools.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Events:
                 if not isinstance(answerer.dialect, ToolCalls):
                     raise UserError("tools: found with a policy that writes tags, accepted: none")
                 prompt = chat.conversation(answerer.dialect)
-            self.close = answerer.ask(chat.question, listen, chat.temperature or 0.0, chat.seed or 0, prompt)
+            options = chat.temperature or 0.0, chat.seed or 0, prompt, chat.max_tokens
+            self.close = answerer.ask(chat.question, listen, *options)
         except UserError as error:
             raise HTTPException(422, str(error)) from None
 

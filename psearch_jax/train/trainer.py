@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -23,7 +24,7 @@ from psearch_jax.rl.advantages import trained_rows
 from psearch_jax.rl.batch import make_batch, mini_batches, select_rows
 from psearch_jax.rl.losses import NO_KL
 from psearch_jax.runtime import cli, processes
-from psearch_jax.runtime.compiling import compile_all
+from psearch_jax.runtime.compiling import abstract, compile_all
 from psearch_jax.runtime.metrics import MetricsWriter
 from psearch_jax.runtime.paths import locate, make_writable
 from psearch_jax.train.checkpointing import settings
@@ -273,10 +274,11 @@ def _compile(run: Run) -> None:
     """Compiles every program of a step and of its rollouts."""
     run.stop.checker()()
     with run.phase("compile"):
+        programs = run.learner.programs(run.reference)
+        programs += run.critic.programs() if run.critic is not None else []
         if run.recording is None:
-            weights = run.sampling_weights()
-            run.collector.warm_up(weights, suspends=run.config.train.staleness > 0)
-            del weights
-        of_critic = run.critic.programs() if run.critic is not None else []
-        compile_all(run.learner.programs(run.reference) + of_critic)
+            weights = jax.tree.map(abstract, run.sampling_weights())  # frees the copy before anything is compiled
+            run.collector.warm_up(weights, suspends=run.config.train.staleness > 0, others=programs)
+        else:
+            compile_all(programs)
     run.stop.checker()()

@@ -40,7 +40,6 @@ def test_a_run_in_sixteen_bits(dtype, sampled, bound, tiny_policy, tmp_path, mon
     """Float32 parameters learn in the dtypes of accelerators, no update is skipped, and sampler and trainer differ by
     less than `bound` in the mean log-prob per sampled token; the log-probs are around -6."""
     monkeypatch.setattr(Collector, "warm_up", lambda *_, **__: None)  # compiles only the shapes that occur
-    monkeypatch.setattr(trainer, "compile_all", lambda _: None)
     fields = {**BRIEF, "model.dtype": dtype, "model.sampling_dtype": sampled}
     run = build.training_run(small_config(tiny_policy, **fields))
     run.reward = lambda rollouts: [RewardParts({}, float(t.ids.sum() % 2)) for t in rollouts]

@@ -286,7 +286,7 @@ def test_rows_picked_out_of_order_are_extended_as_in_place(sampler, weights):
     wanted = fetch(extend(sampler, weights, on_device(before), ids, n, TURN))
     rows = np.array([6, -1, 1, 4], np.int32)
     counts = np.where(rows < 0, 3, n[rows]).astype(np.int32)
-    picked = sampler.extend(weights, on_device(before), rows, ids[rows], counts, np.int32(TURN))
+    picked = sampler.extend(weights, on_device(before), rows, ids[rows], counts, np.full(len(rows), TURN, np.int32))
     # With another number of rows, some processors add in another order.
     check_rows(fetch(picked), wanted, np.arange(B), rounding=1e-5)
 

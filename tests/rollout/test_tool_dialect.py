@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
+from calls import count_ends
 
 from psearch_jax.assembly import build
 from psearch_jax.closed_world.question_forms import calculated_forms, questions
 from psearch_jax.config import from_mapping
-from psearch_jax.rollout.boundary import TOKENS_AFTER_ANSWER
-from psearch_jax.text.dialects import ToolCalls
 
 CONFIG = {
     "model": {"path": "toy", "dtype": "float32", "sampling_dtype": "float32"},
@@ -45,35 +44,8 @@ def sampled():
 def test_the_device_stops_where_the_host_parses(sampled):
     """A row ends at the first token that completes a stop string, at a stop token, or at its budget, never between."""
     parts, trajectories = sampled
-    tokenizer, dialect = parts.tokenizer, parts.collector.dialect
-    assert len(trajectories) == 1000 and isinstance(dialect, ToolCalls)
-    ends = {"response": 0, "answer": 0, "stop token": 0, "budget": 0}
-    for t in trajectories:
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], t.mask.astype(np.int8), [0]])))
-        called = [turn for turn in t.turns if turn.n_sampled]
-        for first, end, turn in zip(edges[::2], edges[1::2], called, strict=True):
-            ids, text, complete, stop = t.ids[first:end].tolist(), b"", None, ""
-            for place, i in enumerate(ids):
-                piece = tokenizer.token_bytes[i]
-                text = b"" if piece is None else text + piece  # a control token breaks a string
-                found = [name for name in dialect.stops if name.encode() in text]
-                if found:
-                    complete, stop = place, found[0]
-                    break
-            ended = ids[-1] in tokenizer.stop_ids
-            if complete is None:
-                assert not set(ids[:-1]) & tokenizer.stop_ids
-                assert ended or len(ids) == CONFIG["rollout"]["turn_tokens"] or t.status == "truncated"
-                ends["stop token" if ended else "budget"] += 1
-            elif dialect.stops[stop] == "answer":
-                assert len(ids) - 1 - complete <= TOKENS_AFTER_ANSWER
-                ends["answer"] += 1
-            else:
-                assert len(ids) - 1 == complete
-                ends["response"] += 1
-            last = turn is t.turns[-1] and t.status in ("out_of_turns", "truncated")
-            action = dialect.parse(turn.text, ended=ended)
-            assert last or (action.kind, action.queries, action.tools) == (turn.action, turn.queries, turn.tools)
+    assert len(trajectories) == 1000
+    ends = count_ends(parts.tokenizer, parts.collector.dialect, trajectories, CONFIG["rollout"]["turn_tokens"])
     assert ends["answer"] > 500 and ends["stop token"] > 1000, ends
 
 

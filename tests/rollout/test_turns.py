@@ -36,11 +36,12 @@ STATUSES = [status for status in Status if status not in (Status.EMPTY, Status.R
 )
 def test_decisions(turn, status, calls, expected):
     """With two search turns: tags decide before budgets, and the last turn ends a rollout whatever it asks for."""
-    assert decide(turn, status, calls, 2) == expected
+    assert decide(turn, status, calls, 2, spent=False) == expected
 
 
 @pytest.mark.parametrize("status", STATUSES)
 @pytest.mark.parametrize("turn", [SEARCH, ANSWER, NOTHING], ids=["search", "answer", "nothing"])
 def test_every_last_turn_ends(turn, status):
     """Whatever a row did in its last turn, the rollout ends there."""
-    assert isinstance(decide(turn, status, 2, 2), End)
+    assert isinstance(decide(turn, status, 2, 2, spent=False), End)
+    assert isinstance(decide(turn, status, 0, 2, spent=True), End)

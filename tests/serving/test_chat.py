@@ -107,6 +107,20 @@ def test_an_answer_in_one_piece_and_the_same_in_many(running, toy):
     assert len({part["id"] for part in parts}) == 1 and parts[0]["id"] != reply["id"]
 
 
+def test_a_client_limits_the_tokens(running, toy):
+    """A limit cuts the first turn, or a later one, exactly there; others in the same batch keep theirs."""
+    _, _, asked = toy
+    free = running.post(body(asked[0]), PATH).json()
+    for field, most in (("max_tokens", 5), ("max_completion_tokens", free["usage"]["completion_tokens"] - 6)):
+        reply = running.post(body(asked[0], **{field: most}), PATH).json()
+        assert reply["usage"]["completion_tokens"] == most and reply["choices"][0]["finish_reason"] == "length"
+        written = reply["choices"][0]["message"]["reasoning_content"]
+        assert free["choices"][0]["message"]["reasoning_content"].startswith(written.rstrip())
+    enough = running.post(body(asked[0], max_tokens=free["usage"]["completion_tokens"]), PATH).json()
+    assert enough["choices"] == free["choices"]
+    assert running.post(body(asked[0], max_tokens=0), PATH).status == 422
+
+
 def test_every_client_of_many_gets_the_answer_to_its_own_question(running, toy):
     """Sixteen clients over four slots each get the answer that their question has when it is asked alone."""
     _, _, asked = toy

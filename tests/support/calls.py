@@ -1,18 +1,22 @@
 """Tool calls for tests: a chat template that writes them, and a collector whose policy writes what a test says."""
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 
+import numpy as np
 from helpers import retriever, rollout_section, scripted_sampler
 from transformers import AutoTokenizer
 from written import CONFIG, say
 
 from psearch_jax.config import RetrievalSection
+from psearch_jax.rollout.boundary import TOKENS_AFTER_ANSWER
 from psearch_jax.rollout.collect import Collector
 from psearch_jax.rollout.tools import SEARCH_SCHEMA
 from psearch_jax.text import tags
-from psearch_jax.text.dialects import ToolCalls
+from psearch_jax.text.dialects import Dialect, ToolCalls
 from psearch_jax.text.tokenizer import Tokenizer
-from psearch_jax.types import Call, pair_calls
+from psearch_jax.types import Call, Trajectory, pair_calls
 from retrieval.protocol import Passage
 
 # In the format of Qwen2.5's template, with the same separators.
@@ -94,3 +98,38 @@ def give(collector: Collector, seed: int, rollouts, scripts) -> None:
     stop = collector.tokenizer.reply_stop
     parts = [[p for t in turns for p in ((t[:-3],) if t.endswith("...") else (t, stop))] for turns in scripts]
     collector.sampler.give(seed, 0, rollouts, [say(collector.tokenizer, *part) for part in parts])
+
+
+def count_ends(
+    tokenizer: Tokenizer, dialect: Dialect, trajectories: Sequence[Trajectory], turn_tokens: int
+) -> Counter[str]:
+    """How the sampled turns ended: each at the first token that completes a stop string, at a stop token or at its
+    budget, and the host parses it into what the rollout did."""
+    ends: Counter[str] = Counter()
+    for t in trajectories:
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], t.mask.astype(np.int8), [0]])))
+        called = [turn for turn in t.turns if turn.n_sampled]
+        for first, end, turn in zip(edges[::2], edges[1::2], called, strict=True):
+            ids, text, complete, stop = t.ids[first:end].tolist(), b"", None, ""
+            for place, i in enumerate(ids):
+                piece = tokenizer.token_bytes[i]
+                text = b"" if piece is None else text + piece  # a control token breaks a string
+                found = [name for name in dialect.stops if name.encode() in text]
+                if found:
+                    complete, stop = place, found[0]
+                    break
+            ended = ids[-1] in tokenizer.stop_ids
+            if complete is None:
+                assert not set(ids[:-1]) & tokenizer.stop_ids
+                assert ended or len(ids) == turn_tokens or t.status == "truncated"
+                ends["stop token" if ended else "budget"] += 1
+            elif dialect.stops[stop] == "answer":
+                assert len(ids) - 1 - complete <= TOKENS_AFTER_ANSWER
+                ends["answer"] += 1
+            else:
+                assert len(ids) - 1 == complete
+                ends["response"] += 1
+            last = turn is t.turns[-1] and t.status in ("out_of_turns", "truncated")
+            action = dialect.parse(turn.text, ended=ended)
+            assert last or (action.kind, action.queries, action.tools) == (turn.action, turn.queries, turn.tools)
+    return ends

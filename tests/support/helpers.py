@@ -203,13 +203,15 @@ def started(sampler: Sampler, weights, prompts, keys, positions: int, turn_token
 def admit(sampler: Sampler, state, pool, source, keys, turn_tokens: int):
     """`Sampler.admit` into all slots in order."""
     slots, source = np.arange(len(source), dtype=np.int32), np.asarray(source, np.int32)
-    return sampler.admit(state, pool, slots, source, np.asarray(keys, np.uint32), np.int32(turn_tokens))
+    return sampler.admit(
+        state, pool, slots, source, np.asarray(keys, np.uint32), np.full(len(slots), turn_tokens, np.int32)
+    )
 
 
 def extend(sampler: Sampler, weights, state, ids, n, turn_tokens: int):
     """`Sampler.extend` of all slots in order."""
     slots, n = np.arange(len(n), dtype=np.int32), np.asarray(n, np.int32)
-    return sampler.extend(weights, state, slots, ids, n, np.int32(turn_tokens))
+    return sampler.extend(weights, state, slots, ids, n, np.full(len(slots), turn_tokens, np.int32))
 
 
 FIRST = "Baro Lena Quil Tavi Moro Sela Dorn Ivra Kest Palo Runa Vex Zora Hale Nimo Orin Pell Brisa Cato Edda".split()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,23 @@ CONTEXT, GREEDY = 256, 8  # positions of a row; number of greedy questions
 RANK, ALPHA = 8, 16.0
 
 
-def config(directory: str, slots: int = 12, **model: Any) -> Config:
+# A prompt that describes tools is longer, and so is a call.
+TOOL_CALLS = {"dialect": "tool_calls", "tools": "calculator", "prompt_tokens": 448, "turn_tokens": 48}
+TOOL_CALLS |= {"obs_tokens": 56, "context_tokens": 608}
+
+
+def config(directory: str, slots: int = 12, rollout: Mapping[str, Any] | None = None, **model: Any) -> Config:
     """Two short turns after a short prompt. `model`: fields of the model section, which is in float32 by default."""
-    template = Path(__file__).with_name("real_template.txt")
+    template = "tool_calls" if rollout else str(Path(__file__).with_name("real_template.txt"))
     section = {"tokenizer": directory, "preset": "0.5b", "dtype": "float32", "sampling_dtype": "float32", **model}
-    rollout = {"slots": slots, "samples": 4, "context_tokens": CONTEXT, "prompt_tokens": 112, "turn_tokens": 32}
-    rollout |= {"obs_tokens": 72, "search_turns": 1, "num_buckets": 1}
+    budgets = {"slots": slots, "samples": 4, "context_tokens": CONTEXT, "prompt_tokens": 112, "turn_tokens": 32}
+    budgets |= {"obs_tokens": 72, "search_turns": 1, "num_buckets": 1}
     return from_mapping(
         {
             "model": section,
-            "data": {"template": str(template)},
+            "data": {"template": template},
             "retrieval": {"topk": 1},
-            "rollout": rollout,
+            "rollout": budgets | dict(rollout or {}),
             "learning": {"micro_batch_rows": 4, "mini_batch_rollouts": 12, "kl_coefficient": 0.0},
         }
     )

@@ -39,6 +39,8 @@ def test_a_killed_run_resumes_bit_for_bit(tiny_policy, tmp_path):
     assert_same_run(killed, tmp_path / "whole")
     before, after = (json.loads((w / "summary.json").read_text()) for w in (killed, tmp_path / "whole"))
     assert before["before"] == after["before"] and before["after"] == after["after"]
+    again = run(command(killed, tiny_policy, 4))
+    assert "complete after 4 steps, nothing to do" in again.stdout and "compiling" not in again.stderr
 
 
 def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
