@@ -135,7 +135,7 @@ def for_one(collector: Collector) -> tuple[Collector, int]:
     shapes = replace(
         collector.shapes,
         prompts=(usual, *(width for width in collector.shapes.prompts if width > usual)),
-        observations=buckets(collector.rollout.obs_tokens, 8),
+        observations=buckets(collector.rollout.obs_tokens, min(8, -(-collector.rollout.obs_tokens // 64))),
         spans=collector.shapes.spans[-1:],
     )
     return replace(collector, shapes=shapes), usual
