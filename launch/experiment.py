@@ -1,6 +1,6 @@
 """Runs an experiment of experiments/ and prints its results.
 
-    python launch/experiment.py baselines --policies=toy,runs/toy_sft-1/policy --seeds=0,1
+    python launch/experiment.py baselines --policies=toy,runs/toy-1/policy --seeds=0,1
     python launch/experiment.py baselines --only_tables --out=docs/experiments
     python launch/experiment.py real --data=DIR --policies=runs/cold_start/policy --steps=80
 
@@ -22,7 +22,7 @@ from psearch_jax.runtime import cli
 from psearch_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-POLICIES = flags.DEFINE_list("policies", ["toy"], "Cold starts: toy, or policy directories made by launch/sft.py.")
+POLICIES = flags.DEFINE_list("policies", ["toy"], "Cold starts: toy, or directories of policies.")
 SEEDS = flags.DEFINE_list("seeds", ["0"], "Seeds of the runs.")
 STEPS = flags.DEFINE_integer("steps", 60, "Steps of every run.", lower_bound=1)
 ARMS = flags.DEFINE_list("arms", [], "Arms to run; default: all.")

@@ -14,7 +14,7 @@ import tokenizers
 from helpers import PASSAGES
 from transformers import PreTrainedTokenizerFast
 
-from psearch_jax.closed_world.toy_tokenizer import write_tokenizer
+from experiments.toy.tokenizer import write_tokenizer
 from psearch_jax.config import PRESETS
 from psearch_jax.models import decoder, hf
 from psearch_jax.runtime import cli

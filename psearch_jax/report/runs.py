@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,14 +77,20 @@ def read_run(directory: Path, name: str) -> RunFiles:
 
 
 def read_complete(workdir: str | Path, config: Config) -> dict[str, Any] | None:
-    """The summary of a training run that has taken all steps of this very config; None if it is another run."""
+    """The summary of a training run that has taken all steps of this very config.
+
+    None if it has not, or if a file that the config names is newer: resuming compares the contents.
+    """
     directory = locate(workdir)
     try:
         summary, known = (read_json(directory / f"{part}.json") for part in ("summary", "config"))
     except UserError:  # the run that follows says what is wrong
         return None
-    steps = summary.get("steps", -1)
-    complete = known == to_mapping(config) and steps >= config.train.steps
+    steps, since = summary.get("steps", -1), (directory / "summary.json").stat().st_mtime
+    values = [value for section in known.values() if isinstance(section, dict) for value in section.values()]
+    named = [Path(name) for value in values if isinstance(value, str) for name in re.split("[,:=]", value) if name]
+    changed = any(path.stat().st_mtime > since for path in named if path.exists())
+    complete = not changed and known == to_mapping(config) and steps >= config.train.steps
     return summary if complete and (directory / "checkpoints" / str(steps)).is_dir() else None
 
 

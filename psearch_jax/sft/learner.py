@@ -1,7 +1,7 @@
 """Supervised fine-tuning: cross-entropy on the tokens that a loss mask covers, full or with adapters.
 
 Batches are a function of the step, so a resumed run trains on the same data as an uninterrupted one. They are rows of
-transcripts (`RowBatches`), or the curriculum of the toy policy (cold_start.py).
+transcripts (`RowBatches`), or the curriculum of the toy policy (experiments/toy).
 """
 
 from __future__ import annotations

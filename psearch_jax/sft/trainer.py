@@ -34,7 +34,7 @@ log = logging.getLogger("psearch_jax")
 
 @dataclass
 class SupervisedRun:
-    """The parts of a supervised run, made by assembly/build_sft.py or sft/cold_start.py."""
+    """The parts of a supervised run, made by assembly/build_sft.py or experiments/toy."""
 
     config: Any  # a dataclass, as the user set it; recorded in config.json
     trainer: SupervisedTrainer

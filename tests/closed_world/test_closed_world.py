@@ -9,10 +9,10 @@ import re
 import numpy as np
 import pytest
 
+from experiments.toy.scripted import Mixture, plan
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, YEAR_OF, ClosedWorld
 from psearch_jax.closed_world.names import head
 from psearch_jax.closed_world.question_forms import KNOWN_ENTITIES, kind_counts, known_questions, questions
-from psearch_jax.closed_world.scripted import Mixture, plan
 from psearch_jax.closed_world.wordings import FORMS
 from psearch_jax.text.dialects import Tags
 from psearch_jax.types import KINDS, Question, UserError

@@ -16,7 +16,7 @@ SMALL = {
 
 def rows() -> list[dict]:
     """Questions in the format of HotpotQA's own file."""
-    names = [f"Person {chr(65 + i)}" for i in range(10)]
+    names = [f"Ada Lovelace {chr(65 + i)}" for i in range(10)]  # words of the tokenizer
 
     def row(i: int) -> dict:
         one, other = names[i], names[(i + 1) % 10]
@@ -52,7 +52,7 @@ def test_every_cell_runs(tmp_path, wordy_policy, monkeypatch):
     outputs = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
     output = "\n".join(outputs)
     assert "8 questions to train on, 2 to evaluate by, 10 passages" in output and "trained in float32" in output
-    assert "FIX " not in output and "model.safetensors" in output and "right would be: Person A" in output
+    assert "FIX " not in output and "model.safetensors" in output and "right would be: Ada Lovelace A" in output
     work = tmp_path / "work"
     assert len((work / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert all((work / name / "report.html").is_file() for name in ("run", "results"))

@@ -36,7 +36,7 @@ RANK, ALPHA = 8, 16.0
 
 # A prompt that describes tools is longer, and so is a call.
 TOOL_CALLS = {"dialect": "tool_calls", "tools": "calculator", "prompt_tokens": 448, "turn_tokens": 48}
-TOOL_CALLS |= {"obs_tokens": 56, "context_tokens": 608}
+TOOL_CALLS |= {"obs_tokens": 96, "context_tokens": 640}
 
 
 def config(directory: str, slots: int = 12, rollout: Mapping[str, Any] | None = None, **model: Any) -> Config:

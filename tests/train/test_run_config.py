@@ -85,7 +85,7 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path):
     file.write_text(json.dumps(values | {"rollout": values["rollout"] | {"slot": 3}}))
     (tmp_path / "toy" / "checkpoints" / "3" / "loop").mkdir(parents=True)
     (tmp_path / "toy" / "config.json").write_text(json.dumps({"exercise_rows": 1}))
-    with pytest.raises(UserError, match="a run of configs/toy_sft.py found, accepted: the directory policy/"):
+    with pytest.raises(UserError, match="a run of experiments/toy found, accepted: the directory policy/"):
         load_run_config(str(tmp_path / "toy"))
     with pytest.raises(UserError, match=r"psearch.json: config.rollout: unknown key 'slot'; did you mean 'slots'"):
         load_run_config(str(tmp_path / "out"))

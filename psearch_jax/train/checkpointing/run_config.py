@@ -40,7 +40,7 @@ def load_run_config(model: str) -> Config | None:
         return None
     values = read_json(file)
     if "exercise_rows" in values:
-        raise UserError(f"{file}: a run of configs/toy_sft.py found, accepted: the directory policy/ that it writes")
+        raise UserError(f"{file}: a run of experiments/toy found, accepted: the directory policy/ that it writes")
     try:
         config = from_mapping(values)
     except UserError as error:

@@ -16,10 +16,10 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from experiments.toy.scripted import SCRIPT_WORDS
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, HAPPENED, YEARS
 from psearch_jax.closed_world.names import HEADS, MIDDLES, TAILS
 from psearch_jax.closed_world.question_forms import MOST_YEARS
-from psearch_jax.closed_world.scripted import SCRIPT_WORDS
 from psearch_jax.closed_world.wordings import words_of_wordings
 from psearch_jax.rollout.calculator import CALCULATOR
 from psearch_jax.rollout.tools import SEARCH_SCHEMA

@@ -16,11 +16,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from psearch_jax.closed_world import exercises
+from experiments.toy import exercises
+from experiments.toy.scripted import OBSERVATION_TOKENS, Mixture, plan, recall, write_all
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
 from psearch_jax.closed_world.names import SYLLABLES, change_syllable, draw_renaming
 from psearch_jax.closed_world.question_forms import calculated_forms, kind_counts, known_questions, questions
-from psearch_jax.closed_world.scripted import OBSERVATION_TOKENS, Mixture, plan, recall, write_all
 from psearch_jax.config import (
     PRESETS,
     Config,

@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 import pytest
 from programs import ROOT, Program, completed, wait_until
 
+from experiments.toy.cold_start import Batches, ToySFTConfig, make_rows
 from psearch_jax.closed_world.names import is_new
-from psearch_jax.sft.cold_start import Batches, ToySFTConfig, make_rows
 from retrieval.service import RetrievalService
 
 SMALL = ToySFTConfig(
@@ -52,7 +52,7 @@ def _is_name(word: str) -> bool:
 
 def command(workdir, **fields) -> list[str]:
     settings = [f"--config.{name}={value}" for name, value in {**asdict(SMALL), **fields}.items() if name != "seed"]
-    return [str(ROOT / "launch" / "sft.py"), "--config=configs/toy_sft.py", f"--workdir={workdir}", *settings]
+    return [str(ROOT / "experiments" / "toy" / "__main__.py"), f"--workdir={workdir}", *settings]
 
 
 @pytest.mark.slow

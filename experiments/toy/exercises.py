@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from experiments.toy.scripted import compare, find_least
 from psearch_jax.closed_world.encyclopedia import ATTRIBUTES, YEARS, fact_sentence
 from psearch_jax.closed_world.names import draw_names
-from psearch_jax.closed_world.scripted import compare, find_least
 from psearch_jax.data.transcripts import Row
 
 Encode = Callable[[str], list[int]]

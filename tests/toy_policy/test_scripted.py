@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psearch_jax.closed_world import exercises
-from psearch_jax.closed_world.encyclopedia import ClosedWorld
-from psearch_jax.closed_world.question_forms import CALCULATION, calculated_forms, questions
-from psearch_jax.closed_world.scripted import (
+from experiments.toy import exercises
+from experiments.toy.scripted import (
     OBSERVATION_TOKENS,
     Mixture,
     Step,
@@ -19,7 +17,9 @@ from psearch_jax.closed_world.scripted import (
     word_call,
     write_all,
 )
-from psearch_jax.closed_world.toy_tokenizer import write_tokenizer
+from experiments.toy.tokenizer import write_tokenizer
+from psearch_jax.closed_world.encyclopedia import ClosedWorld
+from psearch_jax.closed_world.question_forms import CALCULATION, calculated_forms, questions
 from psearch_jax.rollout.calculator import CALCULATOR, evaluate
 from psearch_jax.rollout.tools import SEARCH_SCHEMA, Toolbox
 from psearch_jax.runtime.paths import TOYS
