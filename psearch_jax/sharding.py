@@ -218,9 +218,9 @@ def put_rows(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     return on_own_rows(put, x, axes, (rows, ("rows",)), (values, axes))
 
 
-def rows_sharding(mesh: Mesh, ndim: int, axis: int = 0) -> NamedSharding:
-    """Sharding of an array that is split only along its row dimension `axis`."""
-    return NamedSharding(mesh, PartitionSpec(*[ROWS if i == axis else None for i in range(ndim)]))
+def rows_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
+    """Sharding of an array that is split only along its rows, the first dimension."""
+    return NamedSharding(mesh, PartitionSpec(ROWS, *[None] * (ndim - 1)))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

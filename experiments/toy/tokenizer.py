@@ -23,6 +23,7 @@ from psearch_jax.closed_world.question_forms import MOST_YEARS
 from psearch_jax.closed_world.wordings import words_of_wordings
 from psearch_jax.rollout.calculator import CALCULATOR
 from psearch_jax.rollout.tools import SEARCH_SCHEMA
+from psearch_jax.runtime.paths import write_atomically
 from psearch_jax.text.tags import escape_tags
 from psearch_jax.text.tool_calls import write_json_calls
 
@@ -99,9 +100,7 @@ def write_tokenizer(out_dir: str | os.PathLike[str], dialect: str = "tags") -> i
     out.mkdir(parents=True, exist_ok=True)
     files = {"tokenizer.json": tokenizer.to_str(pretty=True), "tokenizer_config.json": json.dumps(settings, indent=2)}
     for name, text in files.items():
-        part = out / f"{name}.part"
-        part.write_text(text + "\n", encoding="utf-8")
-        os.replace(part, out / name)
+        write_atomically(out / name, text + "\n")
     return len(ids)
 
 

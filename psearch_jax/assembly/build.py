@@ -164,15 +164,11 @@ def engine(
     return Engine(config, model, tokenizer, path, mesh, params, collector, world)
 
 
-def training_run(config: Config, retriever: Retriever | None = None) -> Run:
-    """Builds everything that train/trainer.py needs.
-
-    Args:
-      retriever: default: the one that the config names.
-    """
+def training_run(config: Config) -> Run:
+    """Builds everything that train/trainer.py needs."""
     check_template(with_method(config))  # before loading weights, which may take minutes
     terms = load_terms(with_method(config))
-    parts = engine(config, training=True, retriever=retriever)
+    parts = engine(config, training=True)
     user_config, config = config, parts.config
     log.info(parts.describe())
     learning, adapters, mesh = config.learning, config.model.lora, parts.mesh

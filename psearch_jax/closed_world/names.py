@@ -7,7 +7,7 @@ new, and a renaming preserves that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -47,13 +47,13 @@ def head(name: str) -> str:
     return name[:2]
 
 
-def draw_names(rng: np.random.Generator, count: int, which: Names, taken: Collection[str] = ()) -> list[str]:
-    """`count` different names, all known or all new, none of them `taken`."""
+def draw_names(rng: np.random.Generator, count: int, which: Names) -> list[str]:
+    """`count` different names, all known or all new."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
         h, m, t = (int(rng.integers(len(group))) for group in SYLLABLES)
         name = HEADS[h] + MIDDLES[m] + TAILS[t]
-        if _last_class((h, m, t)) == (which == "new") and name not in taken and not name.startswith(_AVOIDED):
+        if _last_class((h, m, t)) == (which == "new") and not name.startswith(_AVOIDED):
             drawn[name] = None
     return list(drawn)
 

@@ -152,11 +152,7 @@ class RolloutScheduler:
         return suspended
 
     def add(
-        self,
-        questions: Sequence[Question],
-        prompts: Sequence[list[int]],
-        step: int,
-        limits: RolloutLimits = NO_LIMITS,
+        self, questions: Sequence[Question], prompts: Sequence[list[int]], step: int, limits: RolloutLimits = NO_LIMITS
     ) -> None:
         """Queues every sample of this process's `questions`; one whose prompt is too long ends as `truncated`.
 
@@ -364,8 +360,8 @@ class RolloutScheduler:
             rollout, row, how = self.live[b], rows[b], Status(status[b])
             rollout.row = row
             turn = self.parts.parse_turn(rollout, row.ids[rollout.turn_start :], how)
-            limit = rollout.limits.search_turns
-            limit = self.settings.search_turns if limit is None else limit
+            own = rollout.limits.search_turns
+            limit = self.settings.search_turns if own is None else own
             spent = rollout.tokens_left <= turn.n_sampled
             decision = decide(turn, how, rollout.model_calls, limit, spent)
             ends = isinstance(decision, End)

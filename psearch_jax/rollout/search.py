@@ -1,7 +1,7 @@
 """When rollouts search: a `SearchPolicy` takes the calls of stopped rows and returns their results, now or later.
 
-`BatchedSearch` runs the calls of all rows that wait, before decoding continues; `OverlappedSearch` runs them while the
-other rows decode. serving/search.py has one for live requests.
+`BatchedSearch` runs the calls of all rows that wait, before decoding continues or while the other rows decode.
+serving/search.py has one for live requests.
 """
 
 from __future__ import annotations
@@ -41,33 +41,21 @@ class SearchPolicy(Protocol):
 
 
 class BatchedSearch:
-    """Runs the calls of all rows that wait, while no row decodes."""
+    """Runs the calls of all rows that wait, in one batch.
 
-    pending: Collection[int] = ()
-
-    def __init__(self, tools: Toolbox):
-        self._tools = tools
-
-    def exchange(self, calls: Calls, *, idle: bool) -> Passages:
-        return self.search(calls)
-
-    def search(self, calls: Calls) -> Passages:
-        return self._tools.run(calls)
-
-
-class OverlappedSearch:
-    """Searches in the background while other rows decode (`rollout.overlap_search`).
-
-    `exchange` returns the passages of the previous call's rollouts. Which these are depends only on the yields, not on
-    a clock, so that a run is reproducible.
+    With `overlap` (`rollout.overlap_search`), the other rows decode meanwhile: `exchange` returns the passages of the
+    previous call's rollouts. Which these are depends only on the yields, not on a clock, so that a run is
+    reproducible.
     """
 
-    def __init__(self, tools: Toolbox):
-        self._tools = tools
+    def __init__(self, tools: Toolbox, overlap: bool = False):
+        self._tools, self._overlap = tools, overlap
         self._future: Future | None = None
         self.pending: Collection[int] = ()
 
     def exchange(self, calls: Calls, *, idle: bool) -> Passages:
+        if not self._overlap:
+            return self._tools.run(calls)
         passages = self._future.result() if self._future else {}
         self.pending = calls.keys()
         self._future = in_background(functools.partial(self._tools.run, calls)) if calls else None

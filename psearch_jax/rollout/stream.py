@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from psearch_jax.rollout.rollouts import Parts, Progress, Rollout, Usage
 from psearch_jax.rollout.sampler_programs import SamplingWeights
 from psearch_jax.rollout.scheduler import RolloutScheduler
-from psearch_jax.rollout.search import BatchedSearch, OverlappedSearch, SearchPolicy
+from psearch_jax.rollout.search import BatchedSearch, SearchPolicy
 from psearch_jax.runtime import processes
 from psearch_jax.types import Question, Trajectory
 
@@ -137,4 +137,4 @@ class RolloutStream:
 
 def search_policy(parts: Parts) -> SearchPolicy:
     """A new search policy, by `rollout.overlap_search`."""
-    return (OverlappedSearch if parts.rollout.overlap_search else BatchedSearch)(parts.toolbox())
+    return BatchedSearch(parts.toolbox(), parts.rollout.overlap_search)

@@ -58,7 +58,7 @@ class Tool:
       parameters: the JSON schema of its arguments.
       batch: the arguments of N calls -> N texts. It may be called from any thread, by one at a time. A call that fails
         on its own returns an error's text; an exception fails all of them.
-      budget, timeout_s: instead of those of the toolbox.
+      timeout_s: instead of that of the toolbox.
       identity: of a user's tool, the SHA-256 of its file.
     """
 
@@ -66,7 +66,6 @@ class Tool:
     description: str
     parameters: Mapping[str, Any]
     batch: Callable[[Sequence[Arguments]], Sequence[str]]
-    budget: int | None = None
     timeout_s: float | None = None
     identity: str = ""
 
@@ -172,9 +171,8 @@ class Toolbox:
         if call.tool not in self._by_name:
             return {}, f"no tool {call.tool[:40]!r}, there are: {', '.join([SEARCH, *self._by_name])}"
         tool, arguments = self._by_name[call.tool], json.loads(call.text)
-        budget = self.budget if tool.budget is None else tool.budget
-        if budget and call.number >= budget:
-            return {}, f"all {budget} calls of {tool.name} were made"
+        if self.budget and call.number >= self.budget:
+            return {}, f"all {self.budget} calls of {tool.name} were made"
         error = best_match(jsonschema.Draft202012Validator(tool.parameters).iter_errors(arguments))
         where = "" if error is None else ".".join(map(str, error.path)) or "arguments"
         return arguments, "" if error is None else f"{where}: {first_line(error)}"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from psearch_jax.types import Call, UserError
+from psearch_jax.types import Call
 from retrieval.protocol import Passage
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -159,9 +159,8 @@ def render_observation(
       queries: the Q sub-queries that were run.
       passages: Q rankings, best first.
       encode: text -> token ids without control tokens (`Tokenizer.encode_foreign`).
-      budget_tokens: at least `MIN_OBSERVATION_TOKENS`, else `UserError`.
+      budget_tokens: at least `MIN_OBSERVATION_TOKENS`, which the two tags may need.
     """
-    check_observation_budget(budget_tokens)
     opening, closing = encode(f"\n{INFORMATION_OPEN}\n"), encode(f"{INFORMATION_CLOSE}\n")
     headers = queries if len(queries) > 1 else [None] * len(queries)
     blocks, shown = render_blocks(headers, passages, encode, budget_tokens - len(opening) - len(closing))
@@ -183,12 +182,6 @@ def render_blocks(
         shown.append(tuple(texts[: len(ranking)]))  # without NOTHING_FOUND
         budget_tokens -= len(block)
     return blocks, tuple(shown)
-
-
-def check_observation_budget(budget_tokens: int, name: str = "budget_tokens") -> None:
-    """Raise `UserError` if the budget might not hold the two tags; `name` is the config field for the message."""
-    if budget_tokens < MIN_OBSERVATION_TOKENS:
-        raise UserError(f"{name}: {budget_tokens} found, at least {MIN_OBSERVATION_TOKENS} accepted")
 
 
 def _render_block(
