@@ -34,6 +34,12 @@ flags.adopt_module_key_flags(policy_flags)  # --help lists them
 KEEP = flags.DEFINE_integer("keep", 1, "Maximum number of rollouts to keep per question.", 1)
 MIN_REWARD = flags.DEFINE_float("min_reward", 1.0, "Minimum reward of a kept rollout.")
 SEED = flags.DEFINE_integer("seed", 0, "Sampling seed.", 0, 2**32 - 1)
+TEMPLATE = flags.DEFINE_string(
+    "template",
+    "",
+    "Prompt template of these rollouts, instead of the config's: `examples`, for a model that does not know the tags "
+    "yet, or a file. The kept rollouts are then written as transcripts, to be trained on behind the config's prompt.",
+)
 OUT = flags.DEFINE_string("out", None, "The jsonl file to write.")
 cli.process_flags()
 cli.finite("min_reward")
@@ -57,7 +63,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.eval.benchmarks import CLOSED_WORLD
     from psearch_jax.eval.evaluate import FILLS, evaluate, policy_settings, questions_digest
-    from psearch_jax.eval.rejection import sample
+    from psearch_jax.eval.rejection import as_rollout, as_transcript, sample
     from psearch_jax.rl.own_terms import load_terms
 
     config = policy_flags.config(model)
@@ -66,6 +72,8 @@ def main(_: list[str]) -> None:
         config = policy_flags.in_closed_world(config)
     else:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=""))
+    if TEMPLATE.value:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, template=TEMPLATE.value))
     terms = load_terms(config)  # before loading weights
     share = config.data.validation_share
     questions = [] if in_closed_world else without_held_out(open_questions(QUESTIONS.value), share)
@@ -99,7 +107,8 @@ def main(_: list[str]) -> None:
     )
     per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
     reward = build.make_reward(parts.config, parts.tokenizer, terms)
-    figures = sample(out, questions, roll_out, reward, KEEP.value, MIN_REWARD.value, settings, per_part)
+    write = as_transcript if TEMPLATE.value else as_rollout
+    figures = sample(out, questions, roll_out, reward, KEEP.value, MIN_REWARD.value, settings, per_part, write)
     if not processes.first():
         return
     print(

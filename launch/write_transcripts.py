@@ -66,7 +66,8 @@ def main(_: list[str]) -> None:
     if not usable:
         raise UserError(
             f"--questions={','.join(QUESTIONS.value)}: none of {len(questions)} questions has evidence triples, "
-            "accepted: a directory made from triples by launch/prepare_data.py, or rows with metadata.evidences"
+            "accepted: a directory made from triples by launch/prepare_data.py, or rows with metadata.evidences. For "
+            "plain questions, a model writes transcripts: launch/sample.py --template=examples"
         )
     section = config.retrieval
     if not section.passages:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from psearch_jax.data.scripted_transcripts import transcript_row
+from psearch_jax.data.transcripts import TranscriptTurn
 from psearch_jax.eval.evaluate import json_lines, trajectory_row
 from psearch_jax.eval.parts import begin_parts, run_parts
 from psearch_jax.rollout.rollouts import Progress
@@ -33,6 +35,17 @@ def best_rollouts(scored: Sequence[Scored], keep: int, min_reward: float) -> lis
     return list(kept.values())[:keep]
 
 
+def as_rollout(trajectory: Trajectory, reward: RewardParts) -> dict[str, Any]:
+    """The row with the tokens, as they were sampled."""
+    return trajectory_row(trajectory, reward, 0)
+
+
+def as_transcript(trajectory: Trajectory, _: RewardParts) -> dict[str, Any]:
+    """The row with the texts of the turns, which can be put behind another prompt."""
+    turns = [TranscriptTurn(t.text, t.queries, t.passages, tools=t.tools) for t in trajectory.turns]
+    return transcript_row(trajectory.question, turns)
+
+
 def sample(
     out: Path,
     questions: Sequence[Question],
@@ -42,6 +55,7 @@ def sample(
     min_reward: float,
     settings: Mapping[str, Any],
     questions_per_part: int,
+    write: Callable[[Trajectory, RewardParts], dict[str, Any]] = as_rollout,
 ) -> dict[str, float]:
     """Writes the kept rollouts of all questions to `out`, part by part: a killed call resumes after the last part.
 
@@ -50,6 +64,7 @@ def sample(
       roll_out: `evaluate` of a list of questions, with its `progress`.
       reward: the rewards of such rollouts.
       keep, min_reward: see `best_rollouts`.
+      write: the row of a kept rollout.
       settings: everything that determines the rollouts, JSON-serialisable; a resuming call must pass the same.
 
     Returns:
@@ -72,7 +87,7 @@ def sample(
         kept = [pair for group in groups for pair in best_rollouts(group, keep, min_reward)]
         totals = {"questions": len(asked), "questions_kept": len({t.question.identity for t, _ in kept})}
         totals |= add_up("sampled", scored) | add_up("kept", kept)
-        return json.dumps({"totals": totals, "rows": [trajectory_row(t, r, 0) for t, r in kept]}, ensure_ascii=False)
+        return json.dumps({"totals": totals, "rows": [write(t, r) for t, r in kept]}, ensure_ascii=False)
 
     processes.broadcast(begin)
     files = run_parts(parts, questions, questions_per_part, sample_part)

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 from programs import Program, completed, wait_until
 
+from configs import smoke
+from psearch_jax.config import from_mapping
+from psearch_jax.data.transcripts import read_rows
 from psearch_jax.eval.rejection import best_rollouts
+from psearch_jax.text.dialects import Tags
+from psearch_jax.text.prompts import load_template
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn
 
 QUESTION = Question("s", "1", "Who?", ("Ada",), "parallel")
@@ -66,6 +71,23 @@ def test_rows_are_rollouts_with_their_reward(sampled):
         assert sum(reward.values()) == pytest.approx(2 * reward["total"])
     refused = completed([sys.executable, *command(out, "--count=64")])
     assert refused.returncode == 2 and "exists already" in refused.stderr
+
+
+def test_drafts_of_another_prompt_are_transcripts(sampled, tmp_path, tokenizer):
+    """Behind the config's own prompt they are the sampled tokens; here both prompts have the same text."""
+    (tmp_path / "draft.txt").write_text(load_template("toy"))
+    drafts = tmp_path / "drafts.jsonl"
+    done = completed([sys.executable, *command(drafts, "--count=64", f"--template={tmp_path / 'draft.txt'}")])
+    assert done.returncode == 0, done.stderr[-3000:]
+    rollout = from_mapping(smoke.get_config().to_dict()).rollout
+    read = [
+        read_rows(path, Tags(tokenizer, rollout.obs_tokens), load_template("toy"), rollout)
+        for path in (sampled[0], drafts)
+    ]
+    assert "ids" not in json.loads(drafts.read_text().splitlines()[0])
+    for (ids, mask), (other, taught) in zip(*read, strict=True):
+        np.testing.assert_array_equal(ids, other)
+        np.testing.assert_array_equal(mask, taught)
 
 
 def test_a_killed_call_resumes(sampled, tmp_path):
