@@ -100,12 +100,31 @@ def test_the_commands_of_the_makefile_are_accepted():
         assert not (refused := refusal(words)), (words, refused)
 
 
-def test_the_readme_shows_what_its_command_prints():
-    """The transcript of the shipped policy is what the command above it prints, in the world of the demo."""
+def shown_and_printed(model: str, run: str) -> tuple[list[str], list[str]]:
+    """The transcript below the README's command that asks `model`, and what the command prints, with `run` for it."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = r"^\.venv/bin/python (.* --model=toy)$\n```\n\n```\n(.*?)```"
+    block = rf"^\.venv/bin/python (.* --model={model})$\n```\n\n```\n(.*?)```"
     command, shown = re.search(block, page, re.MULTILINE | re.DOTALL).groups()
-    done = completed([sys.executable, *shlex.split(command)])
-    printed = [line for line in done.stdout.splitlines() if line.startswith("<think>")]
-    assert printed == shown.splitlines(), done.stderr[-2000:]
+    done = completed([sys.executable, *shlex.split(command.replace(f"--model={model}", f"--model={run}"))])
     assert "note:" not in done.stdout
+    printed = [line for line in done.stdout.splitlines() if line.startswith("<think>")]
+    return re.sub(r"\n +", " ", shown).splitlines(), printed  # the README wraps long lines
+
+
+def test_the_readme_shows_what_its_command_prints():
+    """The transcript of the shipped policy, in the world of the demo."""
+    shown, printed = shown_and_printed("toy", "toy")
+    assert shown == printed
+
+
+@pytest.mark.weekly
+def test_the_demo_learns_what_the_readme_shows(tmp_path):
+    """Trained by `make demo`, the policy splits the README's question, and searches for the other step by step."""
+    command = ["launch/train.py", "--config=configs/smoke.py", f"--workdir={tmp_path / 'run'}"]
+    done = completed([sys.executable, *command], timeout=3600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shown, printed = shown_and_printed("runs/demo", tmp_path / "run")
+    assert shown == printed
+    question = re.search(r"such as `(The mayor [^`]*)`", (ROOT / "README.md").read_text(encoding="utf-8"))[1]
+    asked = completed([sys.executable, "launch/ask.py", question, f"--model={tmp_path / 'run'}"])
+    assert asked.stdout.count("<search>") == 2 and " ## " not in asked.stdout, asked.stdout
