@@ -50,7 +50,7 @@ def main(_: list[str]) -> None:
         print(f"complete after {summary['steps']} steps, nothing to do; {files}")
         return
     print(f"{seconds:.0f} s since this start; {files}")
-    from psearch_jax.report import page
+    from psearch_jax.report import page  # slow to import
 
     page.offer_report(WORKDIR.value)
 
