@@ -228,7 +228,8 @@ def test_tool_calls_are_those_of_the_chat_template(directory):
 
 
 def test_the_device_stops_where_the_host_reads_a_call(loaded, figure):
-    """Real tokens split the stop strings in other places than the toy's, and a reply is cut or runs on."""
+    """Real tokens split the stop strings in other places than the toy's, and a reply is cut or runs on. Without
+    training, the 0.5B writes calls as bare JSON, which are none."""
     from calls import count_ends
     from real_policy import TOOL_CALLS, Policy
     from real_questions import questions
@@ -241,7 +242,7 @@ def test_the_device_stops_where_the_host_reads_a_call(loaded, figure):
     dialect = policy.engine.collector.dialect
     ends = count_ends(policy.engine.tokenizer, dialect, trajectories, TOOL_CALLS["turn_tokens"])
     called = sum(bool(t.executed) for t in trajectories)
-    assert len(trajectories) >= 1000 and ends["stop token"] > 100 < called, (ends, called)
+    assert len(trajectories) >= 1000 and min(ends[how] for how in ("answer", "stop token", "budget")) > 100, ends
     counts = ", ".join(f"{n} at {name}" for name, n in ends.items())
     figure(f"turns of {len(trajectories)} trajectories with tool calls that end alike", f"{counts}; {called} call")
 
