@@ -38,7 +38,8 @@ TEMPLATE = flags.DEFINE_string(
     "template",
     "",
     "Prompt template of these rollouts, instead of the config's: `examples`, for a model that does not know the tags "
-    "yet, or a file. The kept rollouts are then written as transcripts, to be trained on behind the config's prompt.",
+    "yet, or a file, in which {answer} stands for the answer. Rollouts that search, and mention the answer only after "
+    "a passage did, are then written as transcripts, to be trained on behind the config's prompt.",
 )
 OUT = flags.DEFINE_string("out", None, "The jsonl file to write.")
 cli.process_flags()
@@ -63,8 +64,9 @@ def main(_: list[str]) -> None:
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.eval.benchmarks import CLOSED_WORLD
     from psearch_jax.eval.evaluate import FILLS, evaluate, policy_settings, questions_digest
-    from psearch_jax.eval.rejection import as_rollout, as_transcript, sample
+    from psearch_jax.eval.rejection import render_draft, sample
     from psearch_jax.rl.own_terms import load_terms
+    from psearch_jax.text.prompts import load_template
 
     config = policy_flags.config(model)
     in_closed_world = QUESTIONS.value == CLOSED_WORLD
@@ -96,9 +98,13 @@ def main(_: list[str]) -> None:
         "reward": dataclasses.asdict(with_method(config).reward) | {"terms": [term.identity for term in terms]},
     }
 
+    collector = parts.collector
+    if TEMPLATE.value:
+        template = load_template(TEMPLATE.value)
+        collector = dataclasses.replace(collector, render=lambda q: render_draft(collector.dialect, template, q))
     roll_out = functools.partial(
         evaluate,
-        parts.collector,
+        collector,
         weights,
         seed=SEED.value,
         step=0,
@@ -107,8 +113,8 @@ def main(_: list[str]) -> None:
     )
     per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
     reward = build.make_reward(parts.config, parts.tokenizer, terms)
-    write = as_transcript if TEMPLATE.value else as_rollout
-    figures = sample(out, questions, roll_out, reward, KEEP.value, MIN_REWARD.value, settings, per_part, write)
+    options = KEEP.value, MIN_REWARD.value, settings, per_part, bool(TEMPLATE.value)
+    figures = sample(out, questions, roll_out, reward, *options)
     if not processes.first():
         return
     print(

@@ -1,6 +1,7 @@
 """Rejection sampling: writes the highest-reward rollouts of each question in the format of supervised fine-tuning.
 
-STaR (arXiv 2203.14465) and RAFT (arXiv 2304.06767) fine-tune on such rollouts.
+STaR (arXiv 2203.14465) and RAFT (arXiv 2304.06767) fine-tune on such rollouts. As in STaR, the prompt of a draft may
+state the answer; such a draft is kept only if it does not show that it was told.
 """
 
 from __future__ import annotations
@@ -17,22 +18,52 @@ from psearch_jax.eval.parts import begin_parts, run_parts
 from psearch_jax.rollout.rollouts import Progress
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import check_new, remove_tree, write_atomically
+from psearch_jax.text.answers import contains_words, normalise
+from psearch_jax.text.evidence import find_support
+from psearch_jax.text.prompts import ChatWriter, render_prompt
+from psearch_jax.text.tags import escape_tags
 from psearch_jax.types import Question, RewardParts, Trajectory
 
 Scored = tuple[Trajectory, RewardParts]
+ANSWER = "{answer}"  # in the template of drafts
 
 
-def best_rollouts(scored: Sequence[Scored], keep: int, min_reward: float) -> list[Scored]:
+def best_rollouts(
+    scored: Sequence[Scored], keep: int, min_reward: float, accept: Callable[[Trajectory], bool] = bool
+) -> list[Scored]:
     """At most `keep` well-formed rollouts of one question with at least `min_reward`, by decreasing reward.
 
-    Ties are ordered by increasing length. Of rollouts with identical turn texts only the first is kept.
+    `accept` may refuse others. Ties are ordered by increasing length. Of rollouts with identical turn texts only the
+    first is kept.
     """
     order = sorted(scored, key=lambda pair: (-pair[1].total, len(pair[0].ids), pair[0].sample))
     kept: dict[tuple[str, ...], Scored] = {}
     for trajectory, reward in order:
-        if reward.total >= min_reward and trajectory.well_formed:
+        if reward.total >= min_reward and trajectory.well_formed and accept(trajectory):
             kept.setdefault(tuple(turn.text for turn in trajectory.turns), (trajectory, reward))
     return list(kept.values())[:keep]
+
+
+def render_draft(writer: ChatWriter, template: str, question: Question) -> list[int]:
+    """The prompt of a draft: `render_prompt`, with the first accepted answer at `{answer}`."""
+    return render_prompt(writer, template.replace(ANSWER, escape_tags(question.answers[0])), question.text)
+
+
+def follows_evidence(trajectory: Trajectory) -> bool:
+    """Whether the policy searched, and mentions the answer only after a passage did.
+
+    Of an answer that the question names, and of `yes` and `no`, only the search is required.
+    """
+    answers, question = trajectory.question.answers, normalise(trajectory.question.text)
+    golds = [gold for answer in answers if (gold := normalise(answer)) not in ("yes", "no")]
+    if not golds or any(contains_words(question, gold) for gold in golds):
+        return bool(trajectory.executed)
+    for i, turn in enumerate(trajectory.turns):
+        if find_support(trajectory.turns[:i], answers):
+            return True
+        if any(contains_words(normalise(turn.text), gold) for gold in golds):
+            return False
+    return False
 
 
 def as_rollout(trajectory: Trajectory, reward: RewardParts) -> dict[str, Any]:
@@ -55,7 +86,7 @@ def sample(
     min_reward: float,
     settings: Mapping[str, Any],
     questions_per_part: int,
-    write: Callable[[Trajectory, RewardParts], dict[str, Any]] = as_rollout,
+    drafts: bool = False,
 ) -> dict[str, float]:
     """Writes the kept rollouts of all questions to `out`, part by part: a killed call resumes after the last part.
 
@@ -64,7 +95,7 @@ def sample(
       roll_out: `evaluate` of a list of questions, with its `progress`.
       reward: the rewards of such rollouts.
       keep, min_reward: see `best_rollouts`.
-      write: the row of a kept rollout.
+      drafts: keep only those that `follows_evidence` accepts, and write them as transcripts.
       settings: everything that determines the rollouts, JSON-serialisable; a resuming call must pass the same.
 
     Returns:
@@ -74,6 +105,7 @@ def sample(
       UserError: `out` exists, or was started with other settings.
     """
     parts = out.with_name(f"{out.name}.parts")
+    accept, write = (follows_evidence, as_transcript) if drafts else (bool, as_rollout)
 
     def begin() -> None:
         check_new(out, "a new file", "--out=")
@@ -84,7 +116,7 @@ def sample(
         scored = list(zip(trajectories, reward(trajectories), strict=True))
         samples = len(scored) // len(asked)
         groups = [scored[i * samples : (i + 1) * samples] for i in range(len(asked))]
-        kept = [pair for group in groups for pair in best_rollouts(group, keep, min_reward)]
+        kept = [pair for group in groups for pair in best_rollouts(group, keep, min_reward, accept)]
         totals = {"questions": len(asked), "questions_kept": len({t.question.identity for t, _ in kept})}
         totals |= add_up("sampled", scored) | add_up("kept", kept)
         return json.dumps({"totals": totals, "rows": [write(t, r) for t, r in kept]}, ensure_ascii=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,11 @@ from programs import Program, completed, wait_until
 from configs import smoke
 from psearch_jax.config import from_mapping
 from psearch_jax.data.transcripts import read_rows
-from psearch_jax.eval.rejection import best_rollouts
+from psearch_jax.eval.rejection import best_rollouts, follows_evidence, render_draft
 from psearch_jax.text.dialects import Tags
 from psearch_jax.text.prompts import load_template
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn
+from retrieval.protocol import Passage
 
 QUESTION = Question("s", "1", "Who?", ("Ada",), "parallel")
 
@@ -40,6 +42,32 @@ def test_the_best_are_kept_once_each():
     ]
     for keep, min_reward, expected in ((1, 0.0, [2]), (9, 0.0, [2, 1, 0, 5]), (9, 1.0, [2, 1, 0]), (1, 3.0, [])):
         assert [t.sample for t, _ in best_rollouts(pairs, keep, min_reward)] == expected
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "texts", "accepted"),
+    [
+        ("Who wrote it?", "Ada", ["<search>its author</search>", "It was Ada. <answer>Ada</answer>"], True),
+        ("Who wrote it?", "Ada", ["Ada wrote it. <search>its author</search>", "<answer>Ada</answer>"], False),
+        ("Who wrote it?", "Alan", ["<search>its author</search>", "<answer>Alan</answer>"], False),
+        ("Ada or Alan?", "Alan", ["Ada and Alan. <search>the author</search>", "<answer>Alan</answer>"], True),
+        ("Ada or Alan?", "Alan", ["<answer>Alan</answer>"], False),
+        ("Is it so?", "yes", ["<search>so</search>", "<answer>yes</answer>"], True),
+    ],
+)
+def test_a_draft_that_was_told_the_answer_must_find_it(question, answer, texts, accepted):
+    """Else a policy learns to state facts before it has read them."""
+    asked = replace(QUESTION, text=question, answers=(answer,))
+    ranking = (Passage("1", "", "It was written by Ada."),)
+    searches = [Turn(text, "search", True, ("q",), (ranking,), None, 2, ((ranking[0].text,),)) for text in texts[:-1]]
+    turns = (*searches, Turn(texts[-1], "answer", True, answer=answer))
+    trajectory = replace(scored(0, 1.0)[0], question=asked, turns=turns)
+    assert follows_evidence(trajectory) == accepted
+
+
+def test_the_prompt_of_a_draft_states_the_answer(tiny_tokenizer):
+    prompt = tiny_tokenizer.decode(render_draft(tiny_tokenizer, "{answer}! {question}", QUESTION))
+    assert "Ada! Who?" in prompt
 
 
 def command(out: Path, *more: str) -> list[str]:
@@ -73,21 +101,25 @@ def test_rows_are_rollouts_with_their_reward(sampled):
     assert refused.returncode == 2 and "exists already" in refused.stderr
 
 
-def test_drafts_of_another_prompt_are_transcripts(sampled, tmp_path, tokenizer):
-    """Behind the config's own prompt they are the sampled tokens; here both prompts have the same text."""
+def test_drafts_are_transcripts_of_what_was_sampled(sampled, tmp_path, tokenizer):
+    """Behind a prompt with the same text they have the sampled tokens and loss mask."""
     (tmp_path / "draft.txt").write_text(load_template("toy"))
     drafts = tmp_path / "drafts.jsonl"
     done = completed([sys.executable, *command(drafts, "--count=64", f"--template={tmp_path / 'draft.txt'}")])
     assert done.returncode == 0, done.stderr[-3000:]
     rollout = from_mapping(smoke.get_config().to_dict()).rollout
-    read = [
-        read_rows(path, Tags(tokenizer, rollout.obs_tokens), load_template("toy"), rollout)
-        for path in (sampled[0], drafts)
-    ]
-    assert "ids" not in json.loads(drafts.read_text().splitlines()[0])
-    for (ids, mask), (other, taught) in zip(*read, strict=True):
-        np.testing.assert_array_equal(ids, other)
-        np.testing.assert_array_equal(mask, taught)
+    dialect, equal = Tags(tokenizer, rollout.obs_tokens), 0
+    kept = [json.loads(line) for line in sampled[0].read_text().splitlines()]
+    texts = {row["question_id"]: [turn["text"] for turn in row["turns"]] for row in kept}
+    rows = {row["question_id"]: (row["ids"], row["mask"]) for row in kept}
+    read = read_rows(drafts, dialect, load_template("toy"), rollout)
+    for line, (ids, mask) in zip(drafts.read_text().splitlines(), read, strict=True):
+        row = json.loads(line)
+        assert "ids" not in row and any("passages" in turn for turn in row["turns"])
+        if [turn["text"] for turn in row["turns"]] == texts.get(row["id"]):
+            assert (ids.tolist(), mask.astype(int).tolist()) == rows[row["id"]]
+            equal += 1
+    assert equal > 10
 
 
 def test_a_killed_call_resumes(sampled, tmp_path):
