@@ -26,6 +26,7 @@ from psearch_jax.types import Question, RewardParts, Trajectory
 
 Scored = tuple[Trajectory, RewardParts]
 ANSWER = "{answer}"  # in the template of drafts
+_TAGS = str.maketrans("<>", "  ")  # so that a word next to a tag stays a word
 
 
 def best_rollouts(
@@ -61,7 +62,8 @@ def follows_evidence(trajectory: Trajectory) -> bool:
     for i, turn in enumerate(trajectory.turns):
         if find_support(trajectory.turns[:i], answers):
             return True
-        if any(contains_words(normalise(turn.text), gold) for gold in golds):
+        words = normalise(turn.text.translate(_TAGS))
+        if any(contains_words(words, gold) for gold in golds):
             return False
     return False
 

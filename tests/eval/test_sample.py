@@ -49,6 +49,7 @@ def test_the_best_are_kept_once_each():
     [
         ("Who wrote it?", "Ada", ["<search>its author</search>", "It was Ada. <answer>Ada</answer>"], True),
         ("Who wrote it?", "Ada", ["Ada wrote it. <search>its author</search>", "<answer>Ada</answer>"], False),
+        ("Who wrote it?", "Ada", ["<search>Ada</search>", "It was Ada. <answer>Ada</answer>"], False),
         ("Who wrote it?", "Alan", ["<search>its author</search>", "<answer>Alan</answer>"], False),
         ("Ada or Alan?", "Alan", ["Ada and Alan. <search>the author</search>", "<answer>Alan</answer>"], True),
         ("Ada or Alan?", "Alan", ["<answer>Alan</answer>"], False),
