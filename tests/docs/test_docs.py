@@ -127,4 +127,4 @@ def test_the_demo_learns_what_the_readme_shows(tmp_path):
     assert shown == printed
     question = re.search(r"such as `(The mayor [^`]*)`", (ROOT / "README.md").read_text(encoding="utf-8"))[1]
     asked = completed([sys.executable, "launch/ask.py", question, f"--model={tmp_path / 'run'}"])
-    assert asked.stdout.count("<search>") == 2 and " ## " not in asked.stdout, asked.stdout
+    assert asked.stdout.count("<search>") == 3 and " ## " not in asked.stdout, asked.stdout
