@@ -20,12 +20,11 @@ from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import check_new, remove_tree, write_atomically
 from psearch_jax.text.answers import contains_words, normalise
 from psearch_jax.text.evidence import find_support
-from psearch_jax.text.prompts import ChatWriter, render_prompt
+from psearch_jax.text.prompts import ANSWER, ChatWriter, render_prompt
 from psearch_jax.text.tags import escape_tags
 from psearch_jax.types import Question, RewardParts, Trajectory
 
 Scored = tuple[Trajectory, RewardParts]
-ANSWER = "{answer}"  # in the template of drafts
 _TAGS = str.maketrans("<>", "  ")  # so that a word next to a tag stays a word
 
 

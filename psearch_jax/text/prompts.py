@@ -11,6 +11,7 @@ from psearch_jax.text.tags import escape_tags
 from psearch_jax.types import UserError
 
 PLACEHOLDER = "{question}"
+ANSWER = "{answer}"  # only in prompts of drafts (eval/rejection.py)
 ROLES = ("system", "user", "assistant", "tool")
 TEMPLATE_DIR = ASSETS / "prompts"
 
