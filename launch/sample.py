@@ -6,7 +6,8 @@
         --workdir=DIR
 
 The config defines the reward. MODEL is a run directory, a checkpoint, a Hugging Face directory or hub id, or toy.
-The same command resumes after the last complete part.
+The same command resumes after the last complete part. With --template, a model that does not know the tags drafts
+transcripts (docs/sft.md).
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def main(_: list[str]) -> None:
     from psearch_jax.eval.rejection import render_draft, sample
     from psearch_jax.rl.own_terms import load_terms
     from psearch_jax.text.prompts import load_template
+    from psearch_jax.text.tags import SEARCH_OPEN
+    from psearch_jax.train.checkpointing.settings import hash_texts
 
     config = policy_flags.config(model)
     in_closed_world = QUESTIONS.value == CLOSED_WORLD
@@ -74,8 +77,14 @@ def main(_: list[str]) -> None:
         config = policy_flags.in_closed_world(config)
     else:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, source=""))
-    if TEMPLATE.value:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, template=TEMPLATE.value))
+    template = load_template(TEMPLATE.value, draft=True) if TEMPLATE.value else ""
+    for refused, found in (
+        ("dialect=tool_calls", config.rollout.dialect == "tool_calls" and SEARCH_OPEN in template),
+        ("reward.profile=compat", config.reward.profile == "compat"),
+        ("rollout.initial_search", config.rollout.initial_search),
+    ):
+        if template and found:
+            raise UserError(f"--template={TEMPLATE.value}: found with {refused}, accepted: without")
     terms = load_terms(config)  # before loading weights
     share = config.data.validation_share
     questions = [] if in_closed_world else without_held_out(open_questions(QUESTIONS.value), share)
@@ -95,12 +104,12 @@ def main(_: list[str]) -> None:
         "questions": questions_digest(questions),
         "sampling": {"samples": SAMPLES.value, "temperature": TEMPERATURE.value, "seed": SEED.value},
         "selection": {"keep": KEEP.value, "min_reward": MIN_REWARD.value},
+        **({"template": hash_texts(template)} if template else {}),
         "reward": dataclasses.asdict(with_method(config).reward) | {"terms": [term.identity for term in terms]},
     }
 
     collector = parts.collector
-    if TEMPLATE.value:
-        template = load_template(TEMPLATE.value)
+    if template:
         collector = dataclasses.replace(collector, render=lambda q: render_draft(collector.dialect, template, q))
     roll_out = functools.partial(
         evaluate,
@@ -113,7 +122,7 @@ def main(_: list[str]) -> None:
     )
     per_part = max(1, FILLS * config.rollout.slots // SAMPLES.value)
     reward = build.make_reward(parts.config, parts.tokenizer, terms)
-    options = KEEP.value, MIN_REWARD.value, settings, per_part, bool(TEMPLATE.value)
+    options = KEEP.value, MIN_REWARD.value, settings, per_part, bool(template)
     figures = sample(out, questions, roll_out, reward, *options)
     if not processes.first():
         return

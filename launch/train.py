@@ -4,6 +4,7 @@ The same command resumes. Any config field can be set, for example `--config.tra
 affect the run's numbers must be unchanged, unless `--allow_changes` accepts the changes.
 """
 
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -28,7 +29,7 @@ def main(_: list[str]) -> None:
     if LOG.value:
         metrics.load_log(LOG.value)
     config = from_mapping(CONFIG.value.to_dict())
-    summary = runs.read_complete(WORKDIR.value, config)
+    summary = processes.broadcast(lambda: runs.read_complete(WORKDIR.value, config))
     is_complete = summary is not None
     summary = summary or _train(config)
     if not processes.first():
@@ -46,10 +47,10 @@ def main(_: list[str]) -> None:
             )
         )
     seconds, files = summary["wall_s"]["total"], f"summary, metrics and trajectories are in {WORKDIR.value}"
-    if is_complete:
+    if is_complete and (Path(WORKDIR.value) / "report.html").is_file():
         print(f"complete after {summary['steps']} steps, nothing to do; {files}")
         return
-    print(f"{seconds:.0f} s since this start; {files}")
+    print(f"{seconds:.0f} s in this process; {files}")
     from psearch_jax.report import page  # slow to import
 
     page.offer_report(WORKDIR.value)

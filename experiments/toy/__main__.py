@@ -4,8 +4,8 @@
 
 writes `runs/toy/policy`, a Hugging Face directory; psearch_jax/assets/toy_policy is a copy of it, and
 psearch_jax/assets/toy_tools_policy one of `--config.dialect=tool_calls --config.steps=4000`. The same command resumes
-an interrupted run. `--config.seed=1` makes another cold start, with other rows and initial weights. cold_start.py has
-all fields.
+an interrupted run. `--config.seed=1` makes another cold start, with other rows and, with tags, other initial weights.
+cold_start.py has all fields.
 """
 
 from dataclasses import asdict
@@ -44,6 +44,7 @@ def main(_: list[str]) -> None:
         train(run, workdir)
     except Interrupted as stop:
         cli.end_stopped(str(stop), run.stop.by_user)
+    del run  # and its weights
     write_policy(workdir)
 
 

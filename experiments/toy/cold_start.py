@@ -77,7 +77,7 @@ BETA2, WEIGHT_DECAY, GRADIENT_CLIP = 0.98, 0.1, 1.0
 class ToySFTConfig:
     """The config of a cold-start run."""
 
-    seed: int = setting(0, "Seed of rows, batches and initial weights.", accepted=SEED)
+    seed: int = setting(0, "Seed of rows, batches and, with tags, initial weights.", accepted=SEED)
     dialect: str = setting(
         "tags",
         "`tags`, or `tool_calls` with a calculator, which starts from the shipped policy for tags.",

@@ -48,7 +48,7 @@ from psearch_jax.sharding import (
     param_shardings,
 )
 from psearch_jax.text.dialects import Dialect
-from psearch_jax.text.prompts import ANSWER, load_template, render_messages, render_prompt
+from psearch_jax.text.prompts import load_template, render_messages, render_prompt
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.train.checkpointing import checkpoint, settings
 from psearch_jax.train.checkpointing.run_config import has_checkpoints, locate_tokenizer
@@ -325,17 +325,10 @@ def make_renderer(config: Config, dialect: Dialect) -> Callable[[Question], list
 
 
 def check_template(config: Config) -> None:
-    """Refuses a prompt template of drafts, and one that the compat reward cannot parse.
-
-    Prompts of data rows are checked when they are scored.
-    """
-    if config.data.prompts_in_rows:
-        return
-    template, name = load_template(config.data.template), f"config.data.template={config.data.template}"
-    if ANSWER in template:
-        raise UserError(f"{name}: {ANSWER} found, accepted by launch/sample.py --template only")
-    if config.reward.profile == "compat":
-        check_examples(template, config.reward, name)
+    """Refuses a prompt template that the compat reward cannot parse; prompts of data rows are checked when scored."""
+    if config.reward.profile == "compat" and not config.data.prompts_in_rows:
+        name = config.data.template
+        check_examples(load_template(name), config.reward, f"config.data.template={name}")
 
 
 def make_reward(config: Config, tokenizer: Tokenizer, terms: Sequence[Term]) -> Reward:

@@ -101,7 +101,8 @@ class DataSection:
     )
     template: str = same_content(
         "parallel",
-        "Prompt template: a packaged name, a file, or `row` for the chat messages stored with each question.",
+        "Prompt template: a packaged name other than `examples`, a file, or `row` for the chat messages stored with "
+        "each question.",
     )
     world_names: Literal["known", "new"] = setting(
         "known", "Names in the closed world. `known`: cold starts contain them; `new`: no cold start does."

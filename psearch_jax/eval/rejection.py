@@ -29,7 +29,7 @@ _TAGS = str.maketrans("<>", "  ")  # so that a word next to a tag stays a word
 
 
 def best_rollouts(
-    scored: Sequence[Scored], keep: int, min_reward: float, accept: Callable[[Trajectory], bool] = bool
+    scored: Sequence[Scored], keep: int, min_reward: float, accept: Callable[[Trajectory], bool] = lambda _: True
 ) -> list[Scored]:
     """At most `keep` well-formed rollouts of one question with at least `min_reward`, by decreasing reward.
 
@@ -106,7 +106,7 @@ def sample(
       UserError: `out` exists, or was started with other settings.
     """
     parts = out.with_name(f"{out.name}.parts")
-    accept, write = (follows_evidence, as_transcript) if drafts else (bool, as_rollout)
+    accept, write = (follows_evidence, as_transcript) if drafts else (lambda _: True, as_rollout)
 
     def begin() -> None:
         check_new(out, "a new file", "--out=")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import orjson
 
 from psearch_jax.config import Config, to_mapping
 from psearch_jax.eval.benchmarks import file_name
-from psearch_jax.runtime.paths import locate, read_json
+from psearch_jax.runtime.paths import is_remote, locate, read_json
 from psearch_jax.types import UserError
 
 
@@ -79,18 +78,22 @@ def read_run(directory: Path, name: str) -> RunFiles:
 def read_complete(workdir: str | Path, config: Config) -> dict[str, Any] | None:
     """The summary of a training run that has taken all steps of this very config.
 
-    None if it has not, or if a file that the config names is newer: resuming compares the contents.
+    None otherwise, and where only resuming can tell whether the inputs have changed: if the config names code, a
+    server or a remote path, or if a file that it names is newer than the run's last start.
     """
-    directory = locate(workdir)
+    if is_remote(workdir):
+        return None
+    directory = Path(workdir)
     try:
         summary, known = (read_json(directory / f"{part}.json") for part in ("summary", "config"))
     except UserError:  # the run that follows says what is wrong
         return None
-    steps, since = summary.get("steps", -1), (directory / "summary.json").stat().st_mtime
+    steps, began = summary.get("steps", -1), os.path.getmtime(directory / "config.json")
     values = [value for section in known.values() if isinstance(section, dict) for value in section.values()]
-    named = [Path(name) for value in values if isinstance(value, str) for name in re.split("[,:=]", value) if name]
-    changed = any(path.stat().st_mtime > since for path in named if path.exists())
-    complete = not changed and known == to_mapping(config) and steps >= config.train.steps
+    named = [name for value in values if isinstance(value, str) for name in value.split(",") if name]
+    files = [file for name in named if os.path.exists(name) for file in (name, *Path(name).rglob("*"))]
+    unknown = any(":" in name for name in named) or any(os.path.getmtime(file) > began for file in files)
+    complete = not unknown and known == to_mapping(config) and steps >= config.train.steps
     return summary if complete and (directory / "checkpoints" / str(steps)).is_dir() else None
 
 

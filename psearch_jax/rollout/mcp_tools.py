@@ -1,7 +1,7 @@
 """The tools of an MCP server (Model Context Protocol), by the official SDK; needs the extra `mcp`.
 
 A thread of its own keeps the connection. After a failure, as when the server was killed, the calls of that batch fail,
-and the next batch connects again. A call without a response fails alone.
+and the next batch connects again. A call that fails otherwise, or has no response, fails alone.
 """
 
 from __future__ import annotations
@@ -67,15 +67,16 @@ async def _list_tools(client: Any) -> Sequence[Any]:
 
 async def _call(client: Any, name: str, calls: Sequence[Arguments], timeout_s: float) -> list[str]:
     """Calls a tool for all arguments at once. Raises if the connection is lost."""
-    from mcp.types import REQUEST_TIMEOUT
+    from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
     async def call(arguments: Arguments) -> str:
         try:
             return _text(await client.call_tool(name, dict(arguments), read_timeout_seconds=timeout_s))
         except Exception as error:
-            if getattr(error, "code", None) != REQUEST_TIMEOUT:
+            code = getattr(error, "code", None)  # of the protocol; without one, the transport failed
+            if code in (None, CONNECTION_CLOSED):
                 raise
-            return late(timeout_s)
+            return late(timeout_s) if code == REQUEST_TIMEOUT else failure(first_line(error))
 
     results = await asyncio.gather(*map(call, calls), return_exceptions=True)
     if lost := [result for result in results if isinstance(result, BaseException)]:

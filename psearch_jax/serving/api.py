@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import jsonschema
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from psearch_jax.limits import MAX_SEED, MAX_TEMPERATURE
 from psearch_jax.text import tool_calls
@@ -85,9 +85,8 @@ class ChatRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
     n: Literal[1] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
-    )
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None  # its older name
     tools: list[ToolSpec] | None = None
 
     @model_validator(mode="after")

@@ -81,7 +81,7 @@ class Events:
                 if not isinstance(answerer.dialect, ToolCalls):
                     raise UserError("tools: found with a policy that writes tags, accepted: none")
                 prompt = chat.conversation(answerer.dialect)
-            options = chat.temperature or 0.0, chat.seed or 0, prompt, chat.max_tokens
+            options = chat.temperature or 0.0, chat.seed or 0, prompt, chat.max_completion_tokens or chat.max_tokens
             self.close = answerer.ask(chat.question, listen, *options)
         except UserError as error:
             raise HTTPException(422, str(error)) from None

@@ -28,7 +28,7 @@ def write_policy(workdir: Path, files: Mapping[str, bytes] | None = None) -> Non
     if jax.process_count() > 1:
         print(f"several processes; to write the policy: launch/export_hf.py --checkpoint={workdir} --out={policy}")
         return
-    gc.collect()  # frees the run's weights
+    gc.collect()  # frees the weights of a run that the caller has dropped
     model, params, loop = load_params(workdir)
     tokenizer, lora = Tokenizer.load(loop["tokenizer"], model.eos_ids), loop.get("lora")
     adapters = Lora(lora["rank"], lora["alpha"]) if lora else None

@@ -21,10 +21,11 @@ def packaged_templates() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in TEMPLATE_DIR.glob("*.txt")))
 
 
-def load_template(name_or_path: str | Path = "parallel") -> str:
+def load_template(name_or_path: str | Path = "parallel", draft: bool = False) -> str:
     """The text of a packaged template (`packaged_templates`) or of a user's file.
 
-    Raises `UserError` when there is no such template, or when it does not hold `{question}`.
+    Raises `UserError` when there is no such template, when it does not hold `{question}`, or when it holds `{answer}`
+    although it is not for a `draft`.
     """
     is_packaged = str(name_or_path) in packaged_templates()
     file = TEMPLATE_DIR / f"{name_or_path}.txt" if is_packaged else Path(name_or_path)
@@ -37,6 +38,8 @@ def load_template(name_or_path: str | Path = "parallel") -> str:
         ) from error
     if PLACEHOLDER not in text:
         raise UserError(f"prompt template {file}: {PLACEHOLDER} not found, it must mark the question's place")
+    if ANSWER in text and not draft:
+        raise UserError(f"prompt template {file}: {ANSWER} found, accepted by launch/sample.py --template only")
     return text
 
 

@@ -88,7 +88,12 @@ def test_a_retriever_that_does_not_answer_is_seen(tmp_path):
             "config.eval.best_metric",
         ),
         ({"reward": {"profile": "compat"}}, 48, "prompt", "config.data.template=toy: found 0 times"),
-        ({"data": {"template": "examples"}}, 48, "prompt", "config.data.template=examples: {answer} found"),
+        (
+            {"data": {"template": "examples"}},
+            48,
+            "prompt",
+            "{answer} found, accepted by launch/sample.py --template only",
+        ),
         ({"data": {"template": "row"}}, 48, "prompt", "no prompt found in its row"),
         ({"reward": {"terms": "no.py:f=1"}}, 48, "reward", "config.reward.terms: no.py: cannot be loaded"),
     ],

@@ -118,6 +118,8 @@ def test_a_client_limits_the_tokens(running, toy):
         assert free["choices"][0]["message"]["reasoning_content"].startswith(written.rstrip())
     enough = running.post(body(asked[0], max_tokens=free["usage"]["completion_tokens"]), PATH).json()
     assert enough["choices"] == free["choices"]
+    both = running.post(body(asked[0], max_completion_tokens=None, max_tokens=5), PATH).json()
+    assert both["usage"]["completion_tokens"] == 5
     assert running.post(body(asked[0], max_tokens=0), PATH).status == 422
 
 

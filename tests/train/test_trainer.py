@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from dataclasses import replace
@@ -17,6 +18,7 @@ from configs import smoke
 from psearch_jax.assembly import build, questions
 from psearch_jax.config import from_mapping
 from psearch_jax.models import decoder, hf
+from psearch_jax.report.runs import read_complete
 from psearch_jax.runtime.compiling import compile_all
 from psearch_jax.train import trainer
 from psearch_jax.train.checkpointing import checkpoint
@@ -41,6 +43,10 @@ def test_a_killed_run_resumes_bit_for_bit(tiny_policy, tmp_path):
     assert before["before"] == after["before"] and before["after"] == after["after"]
     again = run(command(killed, tiny_policy, 4))
     assert "complete after 4 steps, nothing to do" in again.stdout and "compiling" not in again.stderr
+    config = from_mapping(json.loads((killed / "config.json").read_text()))
+    assert read_complete(killed, config)
+    os.utime(killed / "config.json", (0, 0))
+    assert not read_complete(killed, config), "the policy that it names is newer"
 
 
 def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
