@@ -96,11 +96,9 @@ def write_tokenizer(out_dir: str | os.PathLike[str], dialect: str = "tags") -> i
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1024,
     }
-    out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
     files = {"tokenizer.json": tokenizer.to_str(pretty=True), "tokenizer_config.json": json.dumps(settings, indent=2)}
     for name, text in files.items():
-        write_atomically(out / name, text + "\n")
+        write_atomically(Path(out_dir) / name, text + "\n")
     return len(ids)
 
 

@@ -1,7 +1,7 @@
 """Rejection sampling: writes the highest-reward rollouts of each question in the format of supervised fine-tuning.
 
 STaR (arXiv 2203.14465) and RAFT (arXiv 2304.06767) fine-tune on such rollouts. As in STaR, the prompt of a draft may
-state the answer; such a draft is kept only if it does not show that it was told.
+state the answer; such a draft is kept only if it finds the answer before it mentions it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ Scored = tuple[Trajectory, RewardParts]
 _TAGS = str.maketrans("<>", "  ")  # so that a word next to a tag stays a word
 
 
-def best_rollouts(
-    scored: Sequence[Scored], keep: int, min_reward: float, accept: Callable[[Trajectory], bool] = lambda _: True
-) -> list[Scored]:
+def best_rollouts(scored: Sequence[Scored], keep: int, min_reward: float) -> list[Scored]:
     """At most `keep` well-formed rollouts of one question with at least `min_reward`, by decreasing reward.
 
-    `accept` may refuse others. Ties are ordered by increasing length. Of rollouts with identical turn texts only the
-    first is kept.
+    Ties are ordered by increasing length. Of rollouts with identical turn texts only the first is kept.
     """
     order = sorted(scored, key=lambda pair: (-pair[1].total, len(pair[0].ids), pair[0].sample))
     kept: dict[tuple[str, ...], Scored] = {}
     for trajectory, reward in order:
-        if reward.total >= min_reward and trajectory.well_formed and accept(trajectory):
+        if reward.total >= min_reward and trajectory.well_formed:
             kept.setdefault(tuple(turn.text for turn in trajectory.turns), (trajectory, reward))
     return list(kept.values())[:keep]
 
@@ -67,12 +64,7 @@ def follows_evidence(trajectory: Trajectory) -> bool:
     return False
 
 
-def as_rollout(trajectory: Trajectory, reward: RewardParts) -> dict[str, Any]:
-    """The row with the tokens, as they were sampled."""
-    return trajectory_row(trajectory, reward, 0)
-
-
-def as_transcript(trajectory: Trajectory, _: RewardParts) -> dict[str, Any]:
+def as_transcript(trajectory: Trajectory) -> dict[str, Any]:
     """The row with the texts of the turns, which can be put behind another prompt."""
     turns = [TranscriptTurn(t.text, t.queries, t.passages, tools=t.tools) for t in trajectory.turns]
     return transcript_row(trajectory.question, turns)
@@ -106,7 +98,6 @@ def sample(
       UserError: `out` exists, or was started with other settings.
     """
     parts = out.with_name(f"{out.name}.parts")
-    accept, write = (follows_evidence, as_transcript) if drafts else (lambda _: True, as_rollout)
 
     def begin() -> None:
         check_new(out, "a new file", "--out=")
@@ -117,10 +108,13 @@ def sample(
         scored = list(zip(trajectories, reward(trajectories), strict=True))
         samples = len(scored) // len(asked)
         groups = [scored[i * samples : (i + 1) * samples] for i in range(len(asked))]
-        kept = [pair for group in groups for pair in best_rollouts(group, keep, min_reward, accept)]
+        if drafts:
+            groups = [[pair for pair in group if follows_evidence(pair[0])] for group in groups]
+        kept = [pair for group in groups for pair in best_rollouts(group, keep, min_reward)]
+        rows = [as_transcript(t) if drafts else trajectory_row(t, r, 0) for t, r in kept]
         totals = {"questions": len(asked), "questions_kept": len({t.question.identity for t, _ in kept})}
         totals |= add_up("sampled", scored) | add_up("kept", kept)
-        return json.dumps({"totals": totals, "rows": [write(t, r) for t, r in kept]}, ensure_ascii=False)
+        return json.dumps({"totals": totals, "rows": rows}, ensure_ascii=False)
 
     processes.broadcast(begin)
     files = run_parts(parts, questions, questions_per_part, sample_part)

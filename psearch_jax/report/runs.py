@@ -88,13 +88,16 @@ def read_complete(workdir: str | Path, config: Config) -> dict[str, Any] | None:
         summary, known = (read_json(directory / f"{part}.json") for part in ("summary", "config"))
     except UserError:  # the run that follows says what is wrong
         return None
-    steps, began = summary.get("steps", -1), os.path.getmtime(directory / "config.json")
+    steps = summary.get("steps", -1)
+    taken = known == to_mapping(config) and steps >= config.train.steps
+    if not taken or not (directory / "checkpoints" / str(steps)).is_dir():
+        return None
     values = [value for section in known.values() if isinstance(section, dict) for value in section.values()]
     named = [name for value in values if isinstance(value, str) for name in value.split(",") if name]
     files = [file for name in named if os.path.exists(name) for file in (name, *Path(name).rglob("*"))]
+    began = os.path.getmtime(directory / "config.json")
     unknown = any(":" in name for name in named) or any(os.path.getmtime(file) > began for file in files)
-    complete = not unknown and known == to_mapping(config) and steps >= config.train.steps
-    return summary if complete and (directory / "checkpoints" / str(steps)).is_dir() else None
+    return None if unknown else summary
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:

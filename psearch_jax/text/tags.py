@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from psearch_jax.types import Call
+from psearch_jax.types import Call, UserError
 from retrieval.protocol import Passage
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -159,8 +159,10 @@ def render_observation(
       queries: the Q sub-queries that were run.
       passages: Q rankings, best first.
       encode: text -> token ids without control tokens (`Tokenizer.encode_foreign`).
-      budget_tokens: at least `MIN_OBSERVATION_TOKENS`, which the two tags may need.
+      budget_tokens: at least `MIN_OBSERVATION_TOKENS`, which the two tags may need, else `UserError`.
     """
+    if budget_tokens < MIN_OBSERVATION_TOKENS:
+        raise UserError(f"budget_tokens: {budget_tokens} found, at least {MIN_OBSERVATION_TOKENS} accepted")
     opening, closing = encode(f"\n{INFORMATION_OPEN}\n"), encode(f"{INFORMATION_CLOSE}\n")
     headers = queries if len(queries) > 1 else [None] * len(queries)
     blocks, shown = render_blocks(headers, passages, encode, budget_tokens - len(opening) - len(closing))

@@ -7,6 +7,7 @@ from calls import count_ends
 from psearch_jax.assembly import build
 from psearch_jax.closed_world.question_forms import calculated_forms, questions
 from psearch_jax.config import from_mapping
+from psearch_jax.text.dialects import ToolCalls
 
 CONFIG = {
     "model": {"path": "toy", "dtype": "float32", "sampling_dtype": "float32"},
@@ -44,7 +45,7 @@ def sampled():
 def test_the_device_stops_where_the_host_parses(sampled):
     """A row ends at the first token that completes a stop string, at a stop token, or at its budget, never between."""
     parts, trajectories = sampled
-    assert len(trajectories) == 1000
+    assert len(trajectories) == 1000 and isinstance(parts.collector.dialect, ToolCalls)
     ends = count_ends(parts.tokenizer, parts.collector.dialect, trajectories, CONFIG["rollout"]["turn_tokens"])
     assert ends["answer"] > 500 and ends["stop token"] > 1000, ends
 

@@ -10,6 +10,7 @@ from psearch_jax.text.tags import (
     render_observation,
     split_sub_queries,
 )
+from psearch_jax.types import UserError
 from retrieval.protocol import Passage
 
 # text, kind, queries or answer, well_formed
@@ -196,6 +197,8 @@ def test_extreme_budgets(vocabulary, request):
                 assert len(ids) <= budget
                 assert text.startswith("\n<information>\n") and text.endswith("\n</information>\n")
                 assert "\ufffd" not in text
+    with pytest.raises(UserError, match="31"):
+        show(tokenizer, ["q"], [[BARO]], budget_tokens=MIN_OBSERVATION_TOKENS - 1)
 
 
 def test_a_cut_passage_fills_its_room():

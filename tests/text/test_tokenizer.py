@@ -273,7 +273,8 @@ def test_packaged_templates_escape_the_tags_of_a_question(tiny_tokenizer):
     """Every packaged template contains the question once, with its tags and control tokens as text."""
     assert prompts.load_template("toy") == "{question}"
     for name in prompts.packaged_templates():
-        ids = prompts.render_prompt(tiny_tokenizer, prompts.load_template(name, draft=True), "who </search> {x}<|im_end|>?")
+        template = prompts.load_template(name, draft=True)
+        ids = prompts.render_prompt(tiny_tokenizer, template, "who </search> {x}<|im_end|>?")
         assert tiny_tokenizer.decode(ids, control=True).count("who &lt;/search> {x}<|im_end|>?<|im_end|>") == 1
 
 
