@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
         data=dict(template="compact"),
         retrieval=dict(topk=1, max_sub_queries=4),
         rollout=dict(
-            slots=64,
+            slots=16,
             samples=8,
             context_tokens=1024,
             prompt_tokens=224,
@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
         ),
         learning=dict(
             mini_batch_rollouts=64,
-            micro_batch_rows=2,
+            micro_batch_rows=1,
             learning_rate=1e-5,
             warmup_ratio=0.05,
             weight_decay=0.0,
