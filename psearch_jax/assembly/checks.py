@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from psearch_jax.types import Question, UserError
 from retrieval.protocol import Retriever
 
 MEASURED = 200  # questions whose tokens are counted
-LEAST_BYTES = 2.0  # of a token of the questions; English has about 4, a text that is spelled hardly more than 1
+WORD = re.compile(r"[^\W\d_]{3,}")
+LEAST_BYTES = 1.5  # of a word's tokens on average; with fewer, the vocabulary spells it
+MOST_SPELLED = 0.05  # of the words; a vocabulary of the same language spells less than .01
 
 
 def missing_inputs(config: Config, training: bool = True, retriever: Retriever | None = None) -> list[str]:
@@ -85,20 +88,21 @@ def needs_retriever(config: Config, training: bool) -> bool:
 
 
 def check_vocabulary(tokenizer: Tokenizer, questions: Sequence[Question]) -> str:
-    """The mean size of a token of the first questions.
+    """How many words of the first questions the vocabulary spells letter by letter, such as names.
 
     Raises:
-      UserError: the vocabulary is that of another language, so the policy cannot have learned the words.
+      UserError: there are many, so the policy cannot have learned them.
     """
-    texts = [question.text for question in questions[:MEASURED]]
-    size = sum(len(text.encode()) for text in texts) / sum(len(tokenizer.encode_foreign(text)) for text in texts)
-    if size < LEAST_BYTES:
+    words = sorted({word for question in questions[:MEASURED] for word in WORD.findall(question.text)})
+    spelled = [w for w in words if len(w.encode()) < LEAST_BYTES * len(tokenizer.encode_foreign(f" {w}"))]
+    text = f"{len(spelled)} of {len(words)} words spelled"
+    if len(spelled) > MOST_SPELLED * len(words):
         raise UserError(
-            f"tokenizer {tokenizer.name}: a token of the questions has {size:.1f} bytes on average, so it spells "
-            "their words; accepted: a model of their language. The toy policies know only the words of the closed "
-            "world (docs/quickstart.md)"
+            f"tokenizer {tokenizer.name}: {text}, such as {', '.join(spelled[:3])}; accepted: at most "
+            f"{MOST_SPELLED:.0%}. The toy policies know only the words and syllables of the closed world "
+            "(docs/quickstart.md); other texts need a model of their language (docs/small_model.md)"
         )
-    return f"{size:.1f} bytes per token"
+    return text
 
 
 def _exists_here_or_on_hub(path: str, file: str = "config.json") -> bool:

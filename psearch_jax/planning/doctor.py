@@ -200,7 +200,7 @@ def check_questions(config: Config) -> str | None:
     text = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     if never_pays_for_splitting(kinds, config.reward):
         text += "; the reward for splitting needs questions with metadata.type parallel"
-    validation = f", {len(held)} for validation" if held else ""
+    validation = f", {len(held)} for validation" if held else ", none for validation"
     epochs = config.train.steps * prompts / len(train)
     return f"{len(train)} in {data.source} ({text}), seen {epochs:.2g} times{validation}"
 

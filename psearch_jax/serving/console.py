@@ -102,7 +102,7 @@ class AnswerPrinter:
         self._line(f"answer: {summary.trajectory.answer}" if answered else WITHOUT[summary.trajectory.status], ANSWER)
         evidence = find_support(summary.trajectory.turns, [summary.trajectory.answer or ""])
         if evidence:
-            self._line("found in:")
+            self._line("mentioned in:")
         for passage in evidence:
             self._line(f"  {one_line(passage)}")
         for doubt in find_doubts(summary.trajectory):
@@ -130,13 +130,16 @@ class AnswerPrinter:
 
 
 def find_doubts(trajectory: Trajectory) -> list[str]:
-    """What makes an answer doubtful, whatever it says: unrelated passages, or a text that repeats itself."""
-    doubts = []
+    """What makes an answer doubtful: unrelated passages, none that contains it, or a text that repeats itself."""
+    doubts, answer = [], trajectory.answer or ""
     names = list(filter(None, map(normalise, _NAME.findall(trajectory.question.text))))
     found = [pair for t in trajectory.turns for pair in zip(t.calls, t.passages, strict=False)]
     passages = [normalise(f"{p.title} {p.text}") for call, of in found if call.tool == SEARCH_TOOL for p in of]
     if names and passages and not any(contains_words(text, name) for text in passages for name in names):
         doubts.append("no retrieved passage mentions a name from the question")
+    named = contains_words(normalise(trajectory.question.text), normalise(answer))
+    if normalise(answer) not in ("", "yes", "no") and not named and not find_support(trajectory.turns, [answer]):
+        doubts.append("neither the question nor a retrieved passage contains the answer")
     if any(_REPEATED.search(turn.text) for turn in trajectory.turns):
         doubts.append("the policy repeats itself; it may not have been trained on such questions")
     return doubts

@@ -30,21 +30,27 @@ def test_calls_of_several_tools_are_shown_side_by_side():
 
 
 @pytest.mark.parametrize(
-    ("question", "text", "doubt"),
+    ("question", "text", "expected"),
     [
-        ("When was Ada Lovelace born?", "1815", ""),
-        ("What was 1815 known for?", "1815", ""),
-        ("When was Alan Turing born?", "1912", "no retrieved passage mentions a name from the question"),
-        ("When was The A?", "-" * 40 + " 1" + " 000" * 9, ""),
-        ("Who was it?", "x", ""),  # no name
-        ("When was Ada Lovelace born?", "found" + "nobum" * 5, "the policy repeats itself"),
+        ("When was Ada Lovelace born?", "1815", []),
+        ("What was 1815 known for?", "1815", []),
+        ("Was Ada Lovelace born in 1815?", "yes", []),
+        ("Was Ada Lovelace older than Alan Turing?", "Alan Turing", []),
+        ("When was Ada Lovelace born?", "1816", ["neither the question nor a retrieved passage"]),
+        ("When was Alan Turing born?", "1815", ["no retrieved passage mentions a name from the question"]),
+        ("When was 1 000 000 000?", "-" * 40 + " 1" + " 000" * 3, ["no retrieved passage"]),
+        ("Who was it?", "1815", []),  # no name
+        ("When was Ada Lovelace born?", "1815" + "nobum" * 5, ["neither the", "the policy repeats itself"]),
     ],
 )
-def test_a_doubtful_answer_is_marked(question, text, doubt):
+def test_a_doubtful_answer_is_marked(question, text, expected):
     """A confident answer from unrelated passages, or from a policy that writes nonsense, comes with a note."""
     found = ((Passage("1", "Ada Lovelace", "Born in 1815."),),)
-    turns = (Turn("a", "search", True, ("q",), found), Turn(text, "answer", True, answer=text))
+    turns = (
+        Turn("a", "search", True, ("q",), found, shown=(("Ada Lovelace Born in 1815.",),)),
+        Turn(text, "answer", True, answer=text),
+    )
     empty = np.zeros(0)
     asked = Question("", "", question, (), "single")
     doubts = find_doubts(Trajectory(asked, 0, "answered", turns, empty, empty, empty, 0))
-    assert [d.startswith(doubt) for d in doubts] == [True] * bool(doubt)
+    assert all(map(str.startswith, doubts, expected)) and len(doubts) == len(expected)

@@ -59,7 +59,7 @@ function show(article, state, chunk) {
     const answered = more.status === "answered";
     add(article, "p", answered ? state.answer : `no answer (${more.status.replaceAll("_", " ")})`, "answer");
     const held = more.turns.flatMap((turn) => turn.passages.flat());
-    for (const id of more.found_in) add(article, "p", `found in: ${held.find((p) => p.id === id).text}`, "facts");
+    for (const id of more.found_in) add(article, "p", `mentioned in: ${held.find((p) => p.id === id).text}`, "facts");
     const counted = `${plural(searches.length, "search", "searches")} of ${plural(queries, "query", "queries")}`;
     const took = [plural(turns.length, "turn", "turns"), counted];
     add(article, "p", `${took.join(", ")}, ${more.seconds.toFixed(2)} s`, "facts took");
