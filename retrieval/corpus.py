@@ -29,6 +29,10 @@ class MemoryMappedCorpus(Sequence[Passage]):
     def __init__(self, path: str | os.PathLike[str], offsets: np.ndarray | None = None):
         """Open `path`; `offsets` [N] int64 (the byte where each row starts) skips the first pass over the file."""
         self.path = on_disk(path)
+        if self.path.is_dir():
+            raise CorpusError(
+                f"{self.path}: is a directory, accepted: a jsonl file; examples/custom_questions.py makes one of texts"
+            )
         if not self.path.is_file():
             raise CorpusError(f"{self.path}: no such corpus file")
         if self.path.suffix == ".gz":
@@ -105,7 +109,7 @@ def read_contents(id_: str, contents: str, score: float = 0.0) -> Passage:
 
 
 def _show_value(row: dict, field: str) -> str:
-    return json.dumps(row[field])[:40] if field in row else "missing"
+    return json.dumps(row[field])[:40] if field in row else f"missing (found: {', '.join(row)[:60]})"
 
 
 def _scan(path: Path) -> np.ndarray:

@@ -40,6 +40,8 @@ def missing_inputs(config: Config, training: bool = True, retriever: Retriever |
                 f"config.{name}={path}: neither a directory nor a reachable hub id; get it with "
                 f"`hf download {path} --local-dir=DIR` and set --config.{name}=DIR"
             )
+        elif training and path and Path(path, "policy").is_dir():
+            lines.append(f"config.{name}={path}: a run directory, accepted: the model that it wrote, {path}/policy")
     if not model.path and not tokenizer:
         lines.append("config.model.tokenizer: random weights (model.path is empty) need a tokenizer directory")
     elif tokenizer and not is_remote(tokenizer) and not _exists_here_or_on_hub(tokenizer, "tokenizer_config.json"):

@@ -193,13 +193,14 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
         if not _overrides(argv):
             raise
         cause = error.args[0] if isinstance(error.args[0], KeyError) else error  # whose text would be quoted
-        sys.exit(_refuse(f"--config: unknown field {cause.args[0]}{_suggest(cause.args[0])}"))
+        found = cause.args[0].replace(" Did you mean", "; did you mean")
+        sys.exit(_refuse(f"--config: unknown field {found}{_suggest(found)}"))
     return rest
 
 
 def _suggest(message: str) -> str:
     """Fields of a run that an unknown field may mean, where ml_collections found none: by their end or initials."""
-    if "Did you mean" in message:
+    if "did you mean" in message:
         return ""
     unknown, names = message.strip("'"), list(settings_of(Config))
     words = {name: name.rpartition(".")[2].split("_") for name in names}

@@ -82,8 +82,9 @@ def test_bad_input_is_one_line(corpus, tmp_path):
     assert "--from_faiss" in refused(f"--corpus={corpus}", "--encoder=bm25", "--from_faiss=x.index", out)
     assert "x.index: no such" in refused(f"--corpus={corpus}", "--from_faiss=x.index", out)
     assert "absent.jsonl" in refused("--corpus=absent.jsonl", out)
+    assert "is a directory, accepted: a jsonl file" in refused("--corpus=/", out)
     corpus.write_text(corpus.read_text() + '{"id": "9"}\n')
-    assert "line 4: field contents is missing" in refused(f"--corpus={corpus}", out)
+    assert "line 4: field contents is missing (found: id)" in refused(f"--corpus={corpus}", out)
     write_corpus(corpus, PASSAGES)
     assert "cannot be written" in refused(f"--corpus={corpus}", f"--out={corpus}/index")
     assert [p.name for p in tmp_path.iterdir()] == ["corpus.jsonl"]

@@ -72,7 +72,7 @@ def program(tmp_path_factory):
         ("file", "flags_only: 'file' found, accepted: flags only"),
         ("--config=nope.py", "flags_only: --config=nope.py: FileNotFoundError: [Errno 2] No such file or directory"),
         ("--config=broken.py", "flags_only: --config=broken.py: ValueError: unknown key 'rolout'"),
-        ("--config=config.py --config.size.row=1", "unknown field 'row' Did you mean \"rows\""),
+        ("--config=config.py --config.size.row=1", "unknown field 'row'; did you mean \"rows\""),
         (
             "--config=config.py --config.size.lr=1",
             "unknown field 'lr'; did you mean model.lora_rank or learn",
