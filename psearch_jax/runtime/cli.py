@@ -193,7 +193,7 @@ def _parse(argv: Sequence[str], positional: bool, defaults: str) -> list[str]:
         if not _overrides(argv):
             raise
         cause = error.args[0] if isinstance(error.args[0], KeyError) else error  # whose text would be quoted
-        found = cause.args[0].replace(" Did you mean", "; did you mean")
+        found = cause.args[0].replace("\nDid you mean", "; did you mean")
         sys.exit(_refuse(f"--config: unknown field {found}{_suggest(found)}"))
     return rest
 
