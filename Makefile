@@ -48,7 +48,7 @@ SMALL_RUN = --config=configs/smollm2_135m.py --config.retrieval.index=$(REAL)/in
 demo-real: $(REAL)/cold_start/policy $(REAL)/test | $(USER_STAMP)
 	$(SMALL)train.py $(SMALL_RUN) --config.model.path=$(REAL)/cold_start/policy --config.data.source=$(REAL)/train \
 		--workdir=$(REAL)/run $(ARGS)
-	for policy in cold_start run; do $(SMALL)eval.py --model=$(REAL)/$$policy --benchmark=2wiki:$(REAL)/test \
+	for policy in cold_start run; do $(SMALL)eval.py --model=$(REAL)/$$policy --benchmark=test:$(REAL)/test \
 		--index=$(REAL)/index --count=96 --out=$(REAL)/results/$$policy || exit; done
 
 $(REAL)/corpus.jsonl: | $(USER_STAMP)
