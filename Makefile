@@ -16,6 +16,8 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=loadfile --no-loadscope-reor
 USER_STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 export JAX_PLATFORMS ?= cpu
+# Many container images set it: then every program would compile all modules at its start, which takes 5 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Removes WORKDIR only if it is a run directory.
 clear = @if [ -e "$(1)" ] && [ ! -f "$(1)/config.json" ]; then \

@@ -100,12 +100,12 @@ class AnswerPrinter:
         answered = summary.trajectory.status == "answered"
         self._line("")
         self._line(f"answer: {summary.trajectory.answer}" if answered else WITHOUT[summary.trajectory.status], ANSWER)
-        evidence = find_support(summary.trajectory.turns, [summary.trajectory.answer or ""])
-        if evidence:
+        support = find_answer(summary.trajectory)
+        if support:
             self._line("mentioned in:")
-        for passage in evidence:
+        for passage in support:
             self._line(f"  {one_line(passage)}")
-        for doubt in find_doubts(summary.trajectory):
+        for doubt in find_doubts(summary.trajectory, support):
             self._line(f"note: {doubt}", DOUBT)
         self._line(describe_time(summary), DIM)
 
@@ -129,8 +129,17 @@ class AnswerPrinter:
             self._at_start = text.endswith("\n")
 
 
-def find_doubts(trajectory: Trajectory) -> list[str]:
-    """What makes an answer doubtful: unrelated passages, none that contains it, or a text that repeats itself."""
+def find_answer(trajectory: Trajectory) -> list[Passage]:
+    """The passages that contain the answer."""
+    return find_support(trajectory.turns, [trajectory.answer or ""])
+
+
+def find_doubts(trajectory: Trajectory, support: Sequence[Passage]) -> list[str]:
+    """What makes an answer doubtful: unrelated passages, none that contains it, or a text that repeats itself.
+
+    Args:
+      support: the passages that contain the answer.
+    """
     doubts, answer = [], trajectory.answer or ""
     names = list(filter(None, map(normalise, _NAME.findall(trajectory.question.text))))
     found = [pair for t in trajectory.turns for pair in zip(t.calls, t.passages, strict=False)]
@@ -138,7 +147,7 @@ def find_doubts(trajectory: Trajectory) -> list[str]:
     if names and passages and not any(contains_words(text, name) for text in passages for name in names):
         doubts.append("no retrieved passage mentions a name from the question")
     named = contains_words(normalise(trajectory.question.text), normalise(answer))
-    if normalise(answer) not in ("", "yes", "no") and not named and not find_support(trajectory.turns, [answer]):
+    if normalise(answer) not in ("", "yes", "no") and not named and not support:
         doubts.append("neither the question nor a retrieved passage contains the answer")
     if any(_REPEATED.search(turn.text) for turn in trajectory.turns):
         doubts.append("the policy repeats itself; it may not have been trained on such questions")
@@ -162,6 +171,7 @@ def as_json(question: str, summary: AnswerSummary) -> dict[str, Any]:
     trajectory = summary.trajectory
     if trajectory is None:
         return {"question": question, "error": summary.error}
+    support = find_answer(trajectory)
     searching: Iterator[float] = iter(summary.search_seconds)
     model: Iterator[float] = iter(summary.seconds)
     turns = [
@@ -179,8 +189,8 @@ def as_json(question: str, summary: AnswerSummary) -> dict[str, Any]:
         "answer": trajectory.answer,
         "status": trajectory.status,
         "turns": turns,
-        "doubts": find_doubts(trajectory),
-        "found_in": [passage.id for passage in find_support(trajectory.turns, [trajectory.answer or ""])],
+        "doubts": find_doubts(trajectory, support),
+        "found_in": [passage.id for passage in support],
         "first_text_seconds": round(summary.first_text_seconds or summary.total, 4),
         "seconds": round(summary.total, 4),
     }

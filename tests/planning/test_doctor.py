@@ -117,12 +117,19 @@ def test_prompts_are_measured(tmp_path):
         assert words in prompt.text and prompt.wrong == (text != "{question}")
 
 
-@pytest.mark.parametrize("text", ["Which is the rival of Alice?", "Which is the profession of Nujider?"])
-def test_words_that_the_policy_does_not_know_are_seen(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [
+        ("Which is the rival of Alice?", "1 of 4 words"),
+        ("Which is the profession of Nujider?", "1 of 4 words"),
+        ("Who composed the overture that Beethoven withdrew?", "words"),
+    ],
+)
+def test_words_that_the_policy_does_not_know_are_seen(tmp_path, text, spelled):
     """The toy policy copies a name of another language wrongly and answers another question than the one asked."""
     data = write_questions(tmp_path / "questions.jsonl", 48, text)
     (prompt,) = findings(config(data=data), tmp_path)["prompt"]
-    assert prompt.wrong and "1 of 4 words spelled, such as " in prompt.text and "closed world" in prompt.text
+    assert prompt.wrong and f"{spelled} spelled, such as " in prompt.text and "closed world" in prompt.text
 
 
 def test_memory_that_does_not_suffice_is_reported(tmp_path, monkeypatch):

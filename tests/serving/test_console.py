@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from psearch_jax.serving.answerer import Event
-from psearch_jax.serving.console import AnswerPrinter, find_doubts
+from psearch_jax.serving.console import AnswerPrinter, find_answer, find_doubts
 from psearch_jax.types import Call, Question, Trajectory, Turn
 from retrieval.protocol import Passage
 
@@ -52,5 +52,6 @@ def test_a_doubtful_answer_is_marked(question, text, expected):
     )
     empty = np.zeros(0)
     asked = Question("", "", question, (), "single")
-    doubts = find_doubts(Trajectory(asked, 0, "answered", turns, empty, empty, empty, 0))
+    trajectory = Trajectory(asked, 0, "answered", turns, empty, empty, empty, 0)
+    doubts = find_doubts(trajectory, find_answer(trajectory))
     assert all(map(str.startswith, doubts, expected)) and len(doubts) == len(expected)
