@@ -56,13 +56,13 @@ demo-real: $(REAL)/cold_start/policy $(REAL)/test | $(USER_STAMP)
 $(REAL)/corpus.jsonl: | $(USER_STAMP)
 	@if [ ! -f "$(SETS)/train.json" ] || [ ! -f "$(SETS)/dev.json" ]; then echo "demo-real: SETS=$(SETS): accepted: the" \
 		"directory with train.json and dev.json of 2WikiMultiHopQA (docs/small_model.md)" >&2; exit 2; fi
-	$(SMALL)prepare_data.py --source=train:$(SETS)/train.json --source=dev:$(SETS)/dev.json --passage_words=32 \
+	$(SMALL)prepare_data.py --source=train:$(SETS)/train.json --source=dev:$(SETS)/dev.json --passage_words=24 \
 		--corpus_out=$@
 $(REAL)/index: | $(REAL)/corpus.jsonl
 	$(SMALL)build_index.py --corpus=$(REAL)/corpus.jsonl --encoder=bm25 --out=$@
 $(REAL)/train: | $(REAL)/corpus.jsonl
 	$(SMALL)prepare_data.py --source=train:triples:$(SETS)/train.json --exclude_entities_of=$(SETS)/dev.json \
-		--corpus=$(REAL)/corpus.jsonl --sizes=3,4 --questions=4000 --out=$@
+		--corpus=$(REAL)/corpus.jsonl --sizes=3,4 --questions=1700 --out=$@
 $(REAL)/test: | $(REAL)/corpus.jsonl
 	$(SMALL)prepare_data.py --source=test:triples:$(SETS)/dev.json --corpus=$(REAL)/corpus.jsonl --sizes=3,4 \
 		--questions=1000 --out=$@
