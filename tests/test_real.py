@@ -181,31 +181,13 @@ def test_greedy_decoding_is_one_forward_pass(policy, loaded, greedy, figure):
 def test_the_device_stops_where_the_host_reads_a_tag(policy, sampled, figure):
     """Many of the 150,000 tokens contain the end of a tag and more text. A row that runs past a tag learns from text
     that the host never read, and one that stops early is cut."""
-    from psearch_jax.rollout.boundary import TOKENS_AFTER_ANSWER
+    from calls import count_ends
+    from real_policy import TURN_TOKENS
 
-    tokenizer, closing = policy.engine.tokenizer, (b"</search>", b"</answer>")
-    after, stops = TOKENS_AFTER_ANSWER, {"search": 0, "answer": 0, "none": 0}
-    assert len(sampled) >= 300
-    for trajectory in sampled:
-        spans, called = turns_of(trajectory), [t for t in trajectory.turns if t.n_sampled]
-        assert [end - first for first, end in spans] == [t.n_sampled for t in called]
-        for (first, end), turn in zip(spans, called, strict=True):
-            text, complete = b"", None  # complete: the index of the token that completes the first tag
-            for place, i in enumerate(trajectory.ids[first:end].tolist()):
-                piece = tokenizer.token_bytes[i]
-                text = b"" if piece is None else text + piece  # a control token breaks a tag
-                if any(tag in text for tag in closing):
-                    complete = place
-                    break
-            stops[turn.action] += 1
-            if complete is None:
-                assert turn.action == "none", turn.text
-            elif closing[0] in text:
-                assert complete == end - first - 1, turn.text
-            else:
-                assert end - first - 1 - complete <= after, turn.text
-    assert min(stops.values()) > 0, stops
-    counts = ", ".join(f"{count} {name}" for name, count in stops.items())
+    engine = policy.engine
+    ends = count_ends(engine.tokenizer, engine.collector.dialect, sampled, TURN_TOKENS)
+    assert len(sampled) >= 300 and min(ends[how] for how in ("search", "answer", "budget")) > 0, ends
+    counts = ", ".join(f"{n} at {name}" for name, n in ends.items())
     figure(f"turns of {len(sampled)} trajectories that end alike on device and host", counts)
 
 

@@ -24,7 +24,9 @@ from psearch_jax.rollout.mcp_tools import open_server  # noqa: E402
 
 SERVER = '''
 import os, sys, time
+from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
+from mcp.types import INVALID_PARAMS
 
 server = MCPServer("people")
 
@@ -34,6 +36,12 @@ def born(name: str) -> str:
     """The year of birth of a person."""
     time.sleep(0.3)
     return {"Ada": "1815", "Alan": "1912"}[name]
+
+
+@server.tool()
+def died(name: str) -> str:
+    """Answers no call, but with an error of the protocol."""
+    raise MCPError(INVALID_PARAMS, "unknown person")
 
 
 @server.tool()
@@ -79,10 +87,12 @@ def results(tools) -> list[str]:
 
 
 def test_a_server_that_is_killed_ends_no_run(target):
-    """Its calls fail, in one line each; the command is started again, a server at a URL is not."""
+    """Its calls fail, in one line each; the command is started again, a server at a URL is not. A server that refuses
+    a call is not lost."""
     tools = Toolbox(None, 1, open_server(target, 5.0))
     assert {tool.name: tool.description for tool in tools.tools} == {
         "born": "The year of birth of a person.",
+        "died": "Answers no call, but with an error of the protocol.",
         "wait": "Does nothing for a while.",
         "process": "The number of this process.",
     }
@@ -90,6 +100,8 @@ def test_a_server_that_is_killed_ends_no_run(target):
     assert (ada, alan) == ("1815", "1912")
     failed = Toolbox(None, 1, tools.tools).run({0: (Call("born", '{"name": "Bob"}'), Call("born", "{}"))})[0]
     assert all(p.id == ERROR and p.text.startswith("error: ") for (p,) in failed)
+    calls = (Call("died", '{"name": "Ada"}'), CALLS[0][2])
+    assert [p.text for (p,) in tools.run({0: calls})[0]] == ["error: unknown person", pid]  # the same process
     os.kill(int(pid), signal.SIGKILL)
     assert all(text.startswith("error: ConnectionError: ") for text in results(tools)[:2])
     if "http" not in target:

@@ -123,12 +123,10 @@ def count_ends(
                 assert not set(ids[:-1]) & tokenizer.stop_ids
                 assert ended or len(ids) == turn_tokens or t.status == "truncated"
                 ends["stop token" if ended else "budget"] += 1
-            elif dialect.stops[stop] == "answer":
-                assert len(ids) - 1 - complete <= TOKENS_AFTER_ANSWER
-                ends["answer"] += 1
             else:
-                assert len(ids) - 1 == complete
-                ends["response"] += 1
+                kind = dialect.stops[stop]
+                assert len(ids) - 1 - complete <= (TOKENS_AFTER_ANSWER if kind == "answer" else 0)
+                ends[kind] += 1
             last = turn is t.turns[-1] and t.status in ("out_of_turns", "truncated")
             action = dialect.parse(turn.text, ended=ended)
             assert last or (action.kind, action.queries, action.tools) == (turn.action, turn.queries, turn.tools)

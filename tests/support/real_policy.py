@@ -30,7 +30,7 @@ from psearch_jax.train.state import make_optimizer
 from psearch_jax.types import Trajectory
 from retrieval.service import RetrievalService
 
-CONTEXT, GREEDY = 256, 8  # positions of a row; number of greedy questions
+CONTEXT, TURN_TOKENS, GREEDY = 256, 32, 8  # positions of a row; budget of a turn; number of greedy questions
 RANK, ALPHA = 8, 16.0
 
 
@@ -43,7 +43,13 @@ def config(directory: str, slots: int = 12, rollout: Mapping[str, Any] | None = 
     """Two short turns after a short prompt. `model`: fields of the model section, which is in float32 by default."""
     template = "tool_calls" if rollout else str(Path(__file__).with_name("real_template.txt"))
     section = {"tokenizer": directory, "preset": "0.5b", "dtype": "float32", "sampling_dtype": "float32", **model}
-    budgets = {"slots": slots, "samples": 4, "context_tokens": CONTEXT, "prompt_tokens": 112, "turn_tokens": 32}
+    budgets = {
+        "slots": slots,
+        "samples": 4,
+        "context_tokens": CONTEXT,
+        "prompt_tokens": 112,
+        "turn_tokens": TURN_TOKENS,
+    }
     budgets |= {"obs_tokens": 72, "search_turns": 1, "num_buckets": 1}
     return from_mapping(
         {
