@@ -31,7 +31,7 @@ EXPERIMENT = Experiment(
     },
     evaluations={
         "search": Evaluation(("test", "transfer-*.jsonl"), 0, (f"--index={DATA}/index",)),
-        "closed book": Evaluation(("test",), 0, ("--corpus=experiments/irrelevant_passage.jsonl",)),
+        "closed book": Evaluation(("test",), 0, ("--config.retrieval.service=experiments/closed_book.py:ClosedBook",)),
     },
     reference="A",
     figures=(

@@ -266,7 +266,8 @@ class RewardSection:
         "as they were shown; `f1=WEIGHT`: F1 of its answer. Every `method` keeps them.",
     )
     gated: bool = setting(
-        False, "Multiplies `decomposition` and `search_count` by the outcome, and by 0 if no search was run."
+        False,
+        "Multiplies `decomposition` and a positive `search_count` by the outcome, and by 0 if no search was run.",
     )
 
 

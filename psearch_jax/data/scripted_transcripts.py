@@ -19,7 +19,7 @@ import numpy as np
 
 from psearch_jax.data.transcripts import TranscriptTurn
 from psearch_jax.text.answers import contains_words, normalise
-from psearch_jax.text.evidence import Rounds, Triple, is_stated, rounds_of
+from psearch_jax.text.evidence import Rounds, Triple, is_stated, rounds_of, states
 from psearch_jax.text.tags import MAX_SUB_QUERIES, SEPARATOR, split_sub_queries, write_calls
 from psearch_jax.types import KINDS, Call, Question, pair_calls
 from retrieval.protocol import Passage
@@ -110,9 +110,9 @@ class TranscriptWriter:
 
     def _count_shown(self, turn: TranscriptTurn, facts: Sequence[Triple]) -> int:
         """How many facts a passage states and the observation shows (which alone may be by its queries)."""
-        passages = [normalise(f"{p.title} {p.text}") for ranking in turn.passages for p in ranking]
+        passages = [passage for ranking in turn.passages for passage in ranking]
         shown = [normalise(self.observe(turn.queries, turn.passages))]
-        return sum(is_stated(fact, passages) and is_stated(fact, shown) for fact in facts)
+        return sum(any(states(p.title, p.text, fact) for p in passages) and is_stated(fact, shown) for fact in facts)
 
     def _search_in_vain(self, thought: str, wanted: Sequence[str], facts: Sequence[Triple]) -> TranscriptTurn | None:
         """The search without the first word of each query; None if it has fewer sub-queries or shows a fact."""

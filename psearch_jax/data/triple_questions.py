@@ -40,8 +40,8 @@ RELATIONS = {
     "performer": Relation("person", "performer", "was performed by {x}", "who performed {e}"),
     "composer": Relation("person", "composer", "was composed by {x}", "who composed {e}"),
     "producer": Relation("person", "producer", "was produced by {x}", "who produced {e}"),
-    "father": Relation("person", "father", "had {x} as a father", "whose child was {e}"),
-    "mother": Relation("person", "mother", "had {x} as a mother", "whose child was {e}"),
+    "father": Relation("person", "father", "had {x} as a father", "who was the father of {e}"),
+    "mother": Relation("person", "mother", "had {x} as a mother", "who was the mother of {e}"),
     "spouse": Relation("person", "spouse", "was married to {x}", "who married {e}"),
     "place of birth": Relation("place", "birthplace", "was born in {x}", "where was {e} born"),
     "place of death": Relation("place", "place of death", "died in {x}", "where did {e} die"),
@@ -63,6 +63,7 @@ FORMS: dict[Kind, tuple[str, ...]] = {  # drawn uniformly
 }
 ALL_FORMS = tuple(dict.fromkeys(form for forms in FORMS.values() for form in forms))
 Draft = tuple[Question, list[str], frozenset[Triple]]  # without a text and an id; its possible texts; its facts
+Content = tuple[list[list[Triple]], tuple[str, ...], list[str], int]  # rounds, answers, clauses, names to choose from
 
 
 def make_questions(
@@ -137,17 +138,19 @@ class QuestionMaker:
         for _ in range(20):
             form = self.pick(self.forms[kind])
             drafted = self.draft_parallel(form) if kind == "parallel" else self.draft_chain(form)
-            rounds, answers, clauses = drafted or ([], (), [])
+            rounds, answers, clauses, options = drafted or ([], (), [], 0)
             facts = frozenset(fact for r in rounds for fact in r)
             if facts and self.uses[form, facts] < MOST_PER_FACTS:
                 stored = [[[fact.relation, fact.entity, fact.value] for fact in r] for r in rounds]
                 texts = [f"{opening}{clause}?" for clause in clauses for opening in OPENINGS]
                 texts = [text[0].upper() + text[1:] for text in texts]
-                question = Question(self.source, "", "", answers, kind, {"form": form, "rounds": stored})
+                chance = 1 / options if options else 0.0  # EM of a random guess
+                metadata = {"form": form, "rounds": stored, "chance": chance}
+                question = Question(self.source, "", "", answers, kind, metadata)
                 return question, [text for text in texts if normalise(text) not in self.made], facts
         return None
 
-    def draft_parallel(self, form: str) -> tuple[list[list[Triple]], tuple[str, ...], list[str]] | None:
+    def draft_parallel(self, form: str) -> Content | None:
         """Which of several entities was born, died, was released or founded first or last, or has some value?"""
         facts = self.draw_facts(dated=form == "compare")
         if not facts or not all(differ(a, b) for a, b in combinations(facts, 2)):
@@ -161,9 +164,10 @@ class QuestionMaker:
         else:
             right = self.pick(facts)
             clauses = choose_from(names, predicate.format(x=right.value), False)
-        return [facts], tuple(dict.fromkeys((right.entity, without_parenthesis(right.entity)))), clauses
+        answers = tuple(dict.fromkeys((right.entity, without_parenthesis(right.entity))))
+        return [facts], answers, clauses, len(names)
 
-    def draft_chain(self, form: str) -> tuple[list[list[Triple]], tuple[str, ...], list[str]] | None:
+    def draft_chain(self, form: str) -> Content | None:
         """What is at the end of a chain of facts, or which of several values is?"""
         chain = self.pick(self.chains[form.removesuffix("_choose")])
         if not chain:
@@ -173,13 +177,14 @@ class QuestionMaker:
             subject = f"the {RELATIONS[fact.relation].noun} of {subject}"
         relation, noun = RELATIONS[end.relation], f"the {RELATIONS[end.relation].noun} of {subject}"
         person = relation.value_type == "person"
+        names: list[str] = []
         if not form.endswith("_choose"):
             clauses = [relation.question.format(e=subject), f"{'who' if person else 'what'} is {noun}"]
         elif names := self.draw_options(end):
             clauses = choose_from(names, f"is {noun}", person)
         else:
             return None
-        return [[fact] for fact in chain], end.value_spellings, clauses
+        return [[fact] for fact in chain], end.value_spellings, clauses, len(names)
 
     def draw_facts(self, dated: bool) -> list[Triple]:
         """Some facts of one relation; relations are weighted by the square root of their number of facts."""

@@ -118,7 +118,9 @@ def search_count_term(parsed: Parsed, reward: RewardSection) -> float:
     dependent = parsed.trajectory.question.kind in ("sequential", "mixed")
     distance = max(0, 2 - parsed.searches) if dependent else abs(parsed.searches - 1)
     price = reward.sub_query_penalty * sum(len(turn.queries) for turn in parsed.trajectory.executed)
-    return _bonus_share(parsed, reward) * (reward.search_count * (1 - distance)) - price
+    earned = reward.search_count * (1 - distance)
+    # Gating a penalty too would make a wrong answer after many searches better than a right one.
+    return (earned if reward.gated and earned < 0 else _bonus_share(parsed, reward) * earned) - price
 
 
 def _bonus_share(parsed: Parsed, reward: RewardSection) -> float:

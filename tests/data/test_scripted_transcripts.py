@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,6 +82,14 @@ def test_transcripts_answer_from_what_was_retrieved(questions, search, kind):
             assert len(turn.passages) == len(turn.queries) and all(turn.passages)
         action = parse_turn(last.text)
         assert action.well_formed and action.answer == ROWS[kind][1]
+
+
+def test_a_fact_is_stated_by_a_passage_about_its_entity(questions):
+    """A transcript that takes the value from a namesake's passage teaches to answer from the wrong one."""
+    other = [replace(p, title=f"{p.title} II") if p.title == "Citizen Kane" else p for p in PASSAGES]
+    for passages, count in ((PASSAGES, 2), (other, 0)):
+        service = RetrievalService.from_corpus(passages)
+        assert len(both(questions["compositional"], lambda queries, s=service: s.search(list(queries), 3))) == count
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])

@@ -138,7 +138,7 @@ def test_answers_are_right_by_recomputation(made):
     """The answer of every form is recomputed from the facts that the question names."""
     known, forms = {(t.relation, t.entity): t.value for t in TRIPLES}, set()
     for q in made:
-        form, rounds = q.metadata["form"], q.metadata["rounds"]
+        form, rounds, chance = (q.metadata[name] for name in ("form", "rounds", "chance"))
         forms.add(form)
         assert len(rounds) == (2 if q.kind == "sequential" else 1) and (q.kind == "parallel") == (len(rounds[0]) > 1)
         assert all(known[relation, entity] == value for r in rounds for relation, entity, value in r)
@@ -150,12 +150,16 @@ def test_answers_are_right_by_recomputation(made):
             first = bool(re.search("first|earliest", q.text))
             right = facts[dates.index(min(dates) if first else max(dates))][1]
             assert q.answers == (right,) and len(set(dates)) == len(dates) and right in q.text
+            assert chance == 1 / len(facts)
         elif form == "has":
             (right,) = [entity for _, entity, value in facts if value in q.text]
             assert q.answers == (right,) and all(entity in q.text for _, entity, _ in facts)
+            assert chance == 1 / len(facts)
         else:
             assert q.answers[0] == end and facts[0][1] in q.text
             assert form.endswith("choose") == (end in q.text)
+            options = {t.value for t in TRIPLES if t.relation == rounds[-1][-1][0] and t.value in q.text}
+            assert chance == (1 / len(options) if form.endswith("choose") else 0)
     assert forms == {form for of_kind in FORMS.values() for form in of_kind}
     sizes = {len(q.metadata["rounds"][0]) for q in made if q.kind == "parallel"}
     assert sizes == {2, 3, 4}

@@ -116,13 +116,15 @@ def test_every_sub_query_has_its_price():
         ("single", [], "Ada", "em", 0),
         ("sequential", [], "Ada", "em", 0),
         ("parallel", [2], "Lovelace Byron King", "f1", 0.4),
+        ("parallel", [1] * 5, "Alan", "em", 0),
     ],
 )
 def test_gated_bonuses_need_a_search_and_the_right_answer(kind, searches, answer, outcome, share):
-    """Both bonuses are multiplied by the outcome; the price of a sub-query is not."""
+    """Both bonuses are multiplied by the outcome; the price of a sub-query and of too many searches is not."""
     plain = RewardSection(outcome=outcome)
     free, gated = (paper_reward(trajectory(kind, searches, answer), s) for s in (plain, replace(plain, gated=True)))
-    paid = (share * free.terms["decomposition"], share * free.terms["search_count"])
+    decomposition, count = free.terms["decomposition"], free.terms["search_count"]
+    paid = share * decomposition, share * count if count > 0 else count
     assert (gated.terms["decomposition"], gated.terms["search_count"]) == pytest.approx(paid)
     assert (gated.terms["outcome"], gated.terms["format"]) == (free.terms["outcome"], free.terms["format"])
     priced = paper_reward(trajectory(kind, searches, answer), replace(plain, gated=True, sub_query_penalty=0.1))
