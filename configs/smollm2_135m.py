@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct on a laptop: short rollouts of one passage per sub-query, 64 per step.
+"""SmolLM2-135M-Instruct on a laptop: adapters, short rollouts of one passage per sub-query, 32 per step.
 
     python launch/sft.py --config=configs/smollm2_135m.py --config.model.path=MODEL --transcripts=FILE \\
         --workdir=runs/cold_start
@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
             search_turns=4,
         ),
         learning=dict(
-            mini_batch_rollouts=64,
+            mini_batch_rollouts=16,
             micro_batch_rows=1,
             learning_rate=1e-4,
             warmup_ratio=0.05,
@@ -43,7 +43,7 @@ def get_config() -> ConfigDict:
             old_logprobs="sampler",
             kl_coefficient=0.0,
         ),
-        train=dict(steps=80, prompts=8, checkpoint_every_steps=10, keep_checkpoints=1),
+        train=dict(steps=20, prompts=4, checkpoint_every_steps=10, keep_checkpoints=1),
         eval=dict(questions_per_kind=48, temperature=0.0),
         sft=dict(epochs=1, batch_rows=8, learning_rate=1e-3),
     )
