@@ -148,6 +148,8 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny_policy, tmp_path):
     """SIGTERM in one process makes all of them save; the run resumes on one process."""
     several, uninterrupted = tmp_path / "several", tmp_path / "whole"
     fixed = {"train.checkpoint_every_steps": 1000, "learning.warmup_ratio": 0.0}  # a share of `train.steps`
+    # Without a signal AdamW takes full steps along the rounding errors, which differ.
+    fixed["reward.terms"] = "tests/support/terms.py:last_digit=1.0"
     started = start_run(2, 2, several, tiny_policy, 1000, **fixed)
     wait_for(lambda: (several / "trajectories" / "000001.jsonl").is_file(), started[0])
     started[1].send_signal(signal.SIGTERM)
@@ -158,7 +160,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny_policy, tmp_path):
     finish(start_run(1, 1, several, tiny_policy, step + 2, **fixed))
     finish(start_run(1, 1, uninterrupted, tiny_policy, step + 2, **fixed))
     for row, expected in zip(metrics_without_clocks(several), metrics_without_clocks(uninterrupted), strict=True):
-        assert row["reward"] == pytest.approx(expected["reward"], abs=1e-6)
+        assert row["reward"] == pytest.approx(expected["reward"], abs=1e-6) and row["groups_without_signal"] < 1
     assert_same_params(several, uninterrupted)
 
 
