@@ -1,16 +1,15 @@
 """A retriever without knowledge: every query finds one passage, which says that there is none."""
 
-import hashlib
 from collections.abc import Sequence
 
 from psearch_jax.config import RetrievalSection
-from retrieval.protocol import Passage
+from retrieval.protocol import Passage, text_sha256
 
 PASSAGE = Passage("0", "No results", "The search found no passage about this subject.")
 
 
 class ClosedBook:
-    """What a policy answers with it, it knew or guessed."""
+    """A policy that searches here answers from memory or guesses."""
 
     def __init__(self, section: RetrievalSection):
         del section  # its index is not opened
@@ -21,5 +20,5 @@ class ClosedBook:
 
     def describe(self) -> dict:
         """What is searched, for the record of an evaluation."""
-        digest = hashlib.sha256(PASSAGE.text.encode()).hexdigest()
+        digest = text_sha256(PASSAGE.text)
         return {"corpus": "closed book", "corpus_sha256": digest, "ranking_sha256": None, "rows": 1}

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calls import check_template, count_ends, turns_of
 
 MODEL = os.environ.get("PSEARCH_QWEN") or os.environ.get("PSEARCH_SMOLLM2", "")
 pytestmark = [
@@ -78,12 +79,6 @@ def memory_back():
     """Frees what a test loaded before the next one loads."""
     yield
     gc.collect()
-
-
-def turns_of(trajectory):
-    """(first, end) of each span of sampled tokens."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], trajectory.mask.astype(np.int8), [0]])))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def summary(values: np.ndarray) -> str:
@@ -181,7 +176,6 @@ def test_greedy_decoding_is_one_forward_pass(policy, loaded, greedy, figure):
 def test_the_device_stops_where_the_host_reads_a_tag(policy, sampled, figure):
     """Many of the 150,000 tokens contain the end of a tag and more text. A row that runs past a tag learns from text
     that the host never read, and one that stops early is cut."""
-    from calls import count_ends
     from real_policy import TURN_TOKENS
 
     engine = policy.engine
@@ -194,8 +188,6 @@ def test_the_device_stops_where_the_host_reads_a_tag(policy, sampled, figure):
 @pytest.mark.parametrize("directory", [MODEL, os.environ.get("PSEARCH_QWEN3", "")], ids=["model", "Qwen3"])
 def test_tool_calls_are_those_of_the_chat_template(directory):
     """A policy that was trained on native calls sees other text around them than in its training data."""
-    from calls import check_template
-
     from psearch_jax.rollout.calculator import CALCULATOR
     from psearch_jax.rollout.tools import SEARCH_SCHEMA
     from psearch_jax.text.dialects import ToolCalls
@@ -212,7 +204,6 @@ def test_tool_calls_are_those_of_the_chat_template(directory):
 def test_the_device_stops_where_the_host_reads_a_call(loaded, figure):
     """Real tokens split the stop strings in other places than the toy's, and a reply is cut or runs on. Without
     training, the 0.5B writes calls as bare JSON, which are none."""
-    from calls import count_ends
     from real_policy import TOOL_CALLS, Policy
     from real_questions import questions
 

@@ -177,13 +177,14 @@ class QuestionMaker:
             subject = f"the {RELATIONS[fact.relation].noun} of {subject}"
         relation, noun = RELATIONS[end.relation], f"the {RELATIONS[end.relation].noun} of {subject}"
         person = relation.value_type == "person"
-        names: list[str] = []
-        if not form.endswith("_choose"):
-            clauses = [relation.question.format(e=subject), f"{'who' if person else 'what'} is {noun}"]
-        elif names := self.draw_options(end):
+        is_choice = form.endswith("_choose")
+        names = self.draw_options(end) if is_choice else []
+        if is_choice and not names:
+            return None
+        if is_choice:
             clauses = choose_from(names, f"is {noun}", person)
         else:
-            return None
+            clauses = [relation.question.format(e=subject), f"{'who' if person else 'what'} is {noun}"]
         return [[fact] for fact in chain], end.value_spellings, clauses, len(names)
 
     def draw_facts(self, dated: bool) -> list[Triple]:

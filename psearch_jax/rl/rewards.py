@@ -107,7 +107,7 @@ def decomposition_term(parsed: Parsed, reward: RewardSection) -> float:
         earned = 3 * reward.decomposition if parsed.decomposed else 0.0
     else:
         earned = 0.0 if parsed.decomposed else reward.decomposition
-    return _bonus_share(parsed, reward) * earned
+    return _paid(earned, parsed, reward)
 
 
 def search_count_term(parsed: Parsed, reward: RewardSection) -> float:
@@ -118,16 +118,19 @@ def search_count_term(parsed: Parsed, reward: RewardSection) -> float:
     dependent = parsed.trajectory.question.kind in ("sequential", "mixed")
     distance = max(0, 2 - parsed.searches) if dependent else abs(parsed.searches - 1)
     price = reward.sub_query_penalty * sum(len(turn.queries) for turn in parsed.trajectory.executed)
-    earned = reward.search_count * (1 - distance)
-    # Gating a penalty too would make a wrong answer after many searches better than a right one.
-    return (earned if reward.gated and earned < 0 else _bonus_share(parsed, reward) * earned) - price
+    return _paid(reward.search_count * (1 - distance), parsed, reward) - price
 
 
-def _bonus_share(parsed: Parsed, reward: RewardSection) -> float:
-    """The share of both bonuses that is paid: none next to `critical_path`; with `gated` as much as the answer."""
-    if reward.critical_path or (reward.gated and not parsed.searches):
+def _paid(bonus: float, parsed: Parsed, reward: RewardSection) -> float:
+    """What is paid of a bonus: nothing next to `critical_path`; with `gated` as much of it as the answer is worth.
+
+    A negative one is not gated: a wrong answer after many searches would earn more than a right one.
+    """
+    if reward.critical_path:
         return 0.0
-    return parsed.worth if reward.gated else 1.0
+    if not reward.gated or bonus < 0:
+        return bonus
+    return parsed.worth * bonus if parsed.searches else 0.0
 
 
 def critical_path_term(parsed: Sequence[Parsed], reward: RewardSection) -> list[float]:

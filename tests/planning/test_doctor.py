@@ -122,7 +122,7 @@ def test_prompts_are_measured(tmp_path):
     [
         ("Which is the rival of Alice?", "1 of 4 words"),
         ("Which is the profession of Nujider?", "1 of 4 words"),
-        ("Who composed the overture that Beethoven withdrew?", "words"),
+        ("Who composed the overture that Beethoven withdrew?", "6 of 7 words"),
     ],
 )
 def test_words_that_the_policy_does_not_know_are_seen(tmp_path, text, spelled):

@@ -100,6 +100,12 @@ def give(collector: Collector, seed: int, rollouts, scripts) -> None:
     collector.sampler.give(seed, 0, rollouts, [say(collector.tokenizer, *part) for part in parts])
 
 
+def turns_of(trajectory: Trajectory) -> list[tuple[int, int]]:
+    """(first, end) of each span of sampled tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], trajectory.mask.astype(np.int8), [0]])))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
 def count_ends(
     tokenizer: Tokenizer, dialect: Dialect, trajectories: Sequence[Trajectory], turn_tokens: int
 ) -> Counter[str]:
@@ -107,9 +113,9 @@ def count_ends(
     budget, and the host parses it into what the rollout did."""
     ends: Counter[str] = Counter()
     for t in trajectories:
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], t.mask.astype(np.int8), [0]])))
         called = [turn for turn in t.turns if turn.n_sampled]
-        for first, end, turn in zip(edges[::2], edges[1::2], called, strict=True):
+        for (first, end), turn in zip(turns_of(t), called, strict=True):
+            assert end - first == turn.n_sampled
             ids, text, complete, stop = t.ids[first:end].tolist(), b"", None, ""
             for place, i in enumerate(ids):
                 piece = tokenizer.token_bytes[i]
@@ -122,6 +128,7 @@ def count_ends(
             if complete is None:
                 assert not set(ids[:-1]) & tokenizer.stop_ids
                 assert ended or len(ids) == turn_tokens or t.status == "truncated"
+                assert dialect.ends_calls or turn.action == "none"
                 ends["stop token" if ended else "budget"] += 1
             else:
                 kind = dialect.stops[stop]

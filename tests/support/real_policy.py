@@ -43,14 +43,8 @@ def config(directory: str, slots: int = 12, rollout: Mapping[str, Any] | None = 
     """Two short turns after a short prompt. `model`: fields of the model section, which is in float32 by default."""
     template = "tool_calls" if rollout else str(Path(__file__).with_name("real_template.txt"))
     section = {"tokenizer": directory, "preset": "0.5b", "dtype": "float32", "sampling_dtype": "float32", **model}
-    budgets = {
-        "slots": slots,
-        "samples": 4,
-        "context_tokens": CONTEXT,
-        "prompt_tokens": 112,
-        "turn_tokens": TURN_TOKENS,
-    }
-    budgets |= {"obs_tokens": 72, "search_turns": 1, "num_buckets": 1}
+    budgets = {"slots": slots, "samples": 4, "context_tokens": CONTEXT, "prompt_tokens": 112}
+    budgets |= {"turn_tokens": TURN_TOKENS, "obs_tokens": 72, "search_turns": 1, "num_buckets": 1}
     return from_mapping(
         {
             "model": section,
