@@ -156,20 +156,21 @@ def _entity_of(rounds: Rounds, answer: str) -> str:
 def compare(facts: Sequence[Triple], entity: str, question: str) -> str:
     """The facts one after another: dates with the best so far, other values with the one that the question names.
 
-    Empty if none of the facts is about `entity`, or if neither is possible.
+    The last entity that it names is the one to answer with: a small model cannot point back past several names. Empty
+    if none of the facts is about `entity`, or if neither comparison is possible.
     """
     value = next((fact.value for fact in facts if fact.entity == entity), "")
     if value and all(fact.date for fact in facts):
         return compare_dates(facts, entity)
     if value and contains_words(normalise(question), normalise(value)):
-        return f"wanted {value}; " + "; ".join(
-            f"{fact.entity} {fact.value}, {'yes' if fact.value == value else 'no'}" for fact in facts
-        )
+        count = 1 + [fact.value == value for fact in facts].index(True)
+        marked = [f"{fact.entity} {fact.value}, {'yes' if fact.value == value else 'no'}" for fact in facts[:count]]
+        return "; ".join([f"wanted {value}", *marked])
     return ""
 
 
 def compare_dates(facts: Sequence[Triple], answer: str) -> str:
-    """Each date next to the earliest, or the latest, so far: a small model cannot sort several dates at once.
+    """Each date next to the earliest, or the latest, so far, which is repeated where it stays.
 
     Args:
       facts: of different entities, with dates as values.
@@ -178,13 +179,15 @@ def compare_dates(facts: Sequence[Triple], answer: str) -> str:
     dates = [fact.date or () for fact in facts]
     by_year = len({date[:1] for date in dates}) == len(dates)
     values = [str(date[0]) if by_year else fact.value for date, fact in zip(dates, facts, strict=True)]
-    wanted = "earlier" if facts[dates.index(min(dates))].entity == answer else "later"
-    best, parts = 0, [f"{facts[0].entity} {values[0]}"]
+    stated = [f"{fact.entity} {value}" for fact, value in zip(facts, values, strict=True)]
+    earliest = facts[dates.index(min(dates))].entity == answer
+    best, parts = 0, [f"wanted the {'earliest' if earliest else 'latest'}", stated[0]]
     for i in range(1, len(facts)):
-        relation = "earlier" if dates[i] < dates[best] else "later"
-        parts.append(f"{facts[i].entity} {values[i]}, {relation}")
-        best = i if relation == wanted else best
-    return "; ".join(parts) + f"; {'earliest' if wanted == 'earlier' else 'latest'}: {facts[best].entity}"
+        earlier = dates[i] < dates[best]
+        kept = "" if earlier == earliest else f", so still {stated[best]}"
+        parts.append(f"{stated[i]}, {'earlier' if earlier else 'later'}{kept}")
+        best = best if kept else i
+    return "; ".join(parts)
 
 
 def plan_searches(rounds: Rounds, split: bool, several: bool) -> list[tuple[list[str], list[Triple]]]:
