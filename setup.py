@@ -4,8 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# Every program gets a command, except those that run benchmarks/ and experiments/, which are not installed. The image
-# installs the dependencies before it has any programs (launch/deploy/Dockerfile).
+# Every program gets a command, except those that run benchmarks/ and experiments/, which are not installed.
 NOT_INSTALLED = ("bench", "experiment")
 PROGRAMS = sorted(
     path.stem for path in Path(__file__).with_name("launch").glob("*.py") if path.stem not in NOT_INSTALLED
@@ -19,8 +18,8 @@ EXTRAS = {
     "tpu": ["jax[tpu]"],
     "mcp": ["mcp>=2"],  # tools of MCP servers
     "gcs": ["gcsfs>=2025.2"],  # for run directories, evaluations, exports and questions at gs://
-    # The libraries that `launch/bench.py retrieval` compares with. `rollout`, `update` and `step` compare with torch,
-    # which you install yourself, because it may bring gigabytes of CUDA libraries.
+    # The libraries that `launch/bench.py retrieval` compares with. `rollout` and `update` compare with torch, which
+    # you install yourself, because it may bring gigabytes of CUDA libraries.
     "bench": ["faiss-cpu>=1.9", "bm25s>=0.2.6", "numba>=0.61"],
     "docs": DOCS,
     "test": [
@@ -54,7 +53,7 @@ EXTRAS = {
 }
 
 # Folders that an installation contains as packages.
-FOLDERS = {"launch": "launch", "configs": "configs", "configs.machines": "configs/machines"}
+FOLDERS = {"launch": "launch", "configs": "configs"}
 
 setup(
     name="psearch_jax",
@@ -77,7 +76,7 @@ setup(
     python_requires=">=3.11",
     packages=[
         *find_packages(include=["psearch_jax", "psearch_jax.*", "retrieval", "retrieval.*"]),
-        *([f"psearch_jax.programs.{name}" for name in FOLDERS] if PROGRAMS else []),
+        *(f"psearch_jax.programs.{name}" for name in FOLDERS),
     ],
     # Programs find the recipes next to their own folder, in a checkout and where they are installed.
     package_dir={f"psearch_jax.programs.{name}": path for name, path in FOLDERS.items()},

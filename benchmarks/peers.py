@@ -143,12 +143,6 @@ class TorchUpdate:
             self._micro_batches.append(micro | {"at": at.clamp(min=1), "real": micro["mask"].gather(1, at)})
         self._count = float(batch.mask[:, 1:].sum())
 
-    def score_reference(self, reference: Qwen2ForCausalLM) -> None:
-        """Sets the reference model's log-probs of the loaded batch."""
-        with torch.no_grad():
-            for micro in self._micro_batches:
-                micro["ref_logprobs"].scatter_(1, micro["at"], logprobs_at(reference, micro["ids"], micro["at"]))
-
     def run(self) -> dict[str, float]:
         """One update. Returns the loss and the gradient norm."""
         self._optimizer.zero_grad(set_to_none=True)

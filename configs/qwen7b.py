@@ -3,7 +3,7 @@
     python launch/train.py --config=configs/qwen7b.py --config.data.source=TRAIN.parquet \\
         --config.retrieval.index=DIR --workdir=DIR
 
-It fits v5e:4x4 and larger slices. configs/machines/ has faster settings for v5e, v6e, v5p and eight H100; on other
+It fits v5e:4x4 and larger slices. configs/machines.py has faster settings for v5e, v6e, v5p and eight H100; on other
 machines run launch/plan.py first (docs/scale.md). Float32 master weights and AdamW need 12 bytes per parameter, about
 91 GB over all chips, and the gradients another 30 GB during an update.
 """

@@ -4,7 +4,7 @@
         --config.retrieval.index=DIR --workdir=DIR
 
 Policy and critic have 7B parameters each: run launch/plan.py for your machine first (docs/scale.md); for eight H100
-there are settings in configs/machines/. With PPO, the toy policy learned when to split with a decomposition bonus of
+there are settings in configs/machines.py. With PPO, the toy policy learned when to split with a decomposition bonus of
 0.5, but not with the 0.15 used here (docs/notes.md).
 """
 

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from psearch_jax.config import PRESETS, Config, DecoderConfig, Method, with_method
+from psearch_jax.config import Config
 from psearch_jax.config.setting import Setting
-from psearch_jax.train.checkpointing.settings import fields
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
@@ -42,10 +41,6 @@ def page() -> str:
     for section in sections:
         about = " ".join(inspect.getdoc(type(section.default)).split())
         parts += [f"## {section.name}", about, _fields(type(section.default))]
-    columns = [f.name for f in dataclasses.fields(DecoderConfig) if f.default is dataclasses.MISSING]
-    shapes = [[f"`{name}`", *(str(getattr(shape, c)) for c in columns)] for name, shape in PRESETS.items()]
-    parts += ["## Methods", inspect.getdoc(with_method), _table(["method", "field", "value"], _methods())]
-    parts += ["## Presets", "The shapes that `model.preset` accepts.", _table(["preset", *columns], shapes)]
     files = [f"- `configs/{file.name}`: {_first_sentence(file)}" for file in sorted((ROOT / "configs").glob("*.py"))]
     parts += ["## Config files", "\n".join(files)]
     return "\n\n".join(parts) + "\n"
@@ -66,14 +61,6 @@ def _accepted(hint: Any, setting: Setting) -> str:
         return ", ".join(f"`{value}`" for value in typing.get_args(hint))
     kind = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[hint]
     return f"{kind}, {setting.accepted.words}" if setting.accepted else kind
-
-
-def _methods() -> Iterable[Sequence[str]]:
-    defaults = fields(Config())
-    for method in typing.get_args(Method):
-        for name, value in fields(with_method(Config(method=method))).items():
-            if value != defaults[name] and name != "method":
-                yield [f"`{method}`", f"`{name}`", f"`{json.dumps(value)}`"]
 
 
 def _first_sentence(file: Path) -> str:

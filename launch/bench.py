@@ -2,7 +2,6 @@
 
     python launch/bench.py rollout --json=FILE    multi-turn rollouts, compared with transformers on PyTorch
     python launch/bench.py update --json=FILE     an optimizer step, compared with PyTorch
-    python launch/bench.py step --json=FILE       complete training steps: rollouts, reference pass and update
     python launch/bench.py retrieval --json=FILE  vector search and BM25, compared with NumPy, FAISS and bm25s
     python launch/bench.py recall --questions=FILE --corpus=FILE  recall of the retrievers
     python launch/bench.py device --json=FILE     the first four minutes with a GPU or TPU
@@ -16,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("rollout", "update", "step", "retrieval", "recall", "device")
+NAMES = ("rollout", "update", "retrieval", "recall", "device")
 
 
 def main() -> int:

@@ -35,7 +35,6 @@ _VERIFY = flags.DEFINE_bool("verify", False, "only compare every byte of the ind
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace an existing index")
 _TARGET = flags.DEFINE_float("target_recall", None, "use the fastest search with this recall of the 3 best", 0, 1)
 _FROM_FAISS = flags.DEFINE_string("from_faiss", None, "FAISS flat index with the vectors of --corpus in its order")
-_EXACT_BELOW = flags.DEFINE_integer("exact_below_rows", EXACT_BELOW_ROWS, "smaller corpora are searched exactly", 0)
 _DTYPE = flags.DEFINE_enum(
     "encoder_dtype", None, ["float32", "bfloat16"], "MODEL_DIR: dtype of the layers (default: float32 on a CPU)"
 )
@@ -65,13 +64,13 @@ def main(_: list[str]) -> None:
             )
     if _ENCODER.value == "bm25" and _TARGET.value is not None:
         raise UserError("--target_recall: --encoder=bm25 found, accepted: with an encoder of vectors only")
-    options = BuildOptions(_EXACT_BELOW.value, _TARGET.value)
+    options = BuildOptions(target_recall=_TARGET.value)
     corpus = open_corpus(_CORPUS.value)
     refuse_occupied(on_disk(_OUT.value).absolute(), corpus.path, _OVERWRITE.value)
     encoder = make_encoder(_ENCODER.value)
-    if _TARGET.value is not None and len(corpus) < _EXACT_BELOW.value:
+    if _TARGET.value is not None and len(corpus) < EXACT_BELOW_ROWS:
         log.warning(
-            "--target_recall: no effect, because fewer than %d passages are searched exactly", _EXACT_BELOW.value
+            "--target_recall: no effect, because fewer than %d passages are searched exactly", EXACT_BELOW_ROWS
         )
     vectors = None if _FROM_FAISS.value is None else read_flat(_FROM_FAISS.value)
     if isinstance(encoder, HashingEncoder):

@@ -10,7 +10,6 @@ from psearch_jax.runtime import cli
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run directory, or one step of its checkpoints.")
 BEST = flags.DEFINE_bool("best", False, "Export the run's best checkpoint by validation instead of its newest.")
 OUT = flags.DEFINE_string("out", None, "The directory to create; it must not exist.")
-TOKENIZER = flags.DEFINE_string("tokenizer", "", "Tokenizer directory; default: the run's.")
 ADAPTERS = flags.DEFINE_bool("adapters_only", False, "Write only the run's LoRA adapters, in PEFT's format.")
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the written weights.")
 cli.require("checkpoint", "out")
@@ -51,8 +50,8 @@ def main(_: list[str]) -> None:
         return
     trained = load_run_config(str(checkpoint))
     files = make_export_files(trained) if trained else {}
-    named = TOKENIZER.value or locate_tokenizer(with_method(trained or Config()), loop["tokenizer"])
-    tokenizer = Tokenizer.load(named, config.eos_ids)
+    directory = locate_tokenizer(with_method(trained or Config()), loop["tokenizer"])
+    tokenizer = Tokenizer.load(directory, config.eos_ids)
     shape = make_export_shape(config, tokenizer)
     lost = save_hf(params, shape, tokenizer.directory, OUT.value, dtype, lora=lora, files=files)
     why = f", the best by {loop['best']['metric']} ({loop['best']['value']:.4f})" if "best" in loop else ""

@@ -5,7 +5,7 @@
 It compiles the run's programs for the topology; for TPUs this needs libtpu (`pip install 'jax[tpu]'`), for GPUs JAX's
 GPU package (`pip install 'jax[cuda13]'`). It prints each program's peak memory per chip as reported by the compiler,
 the other arrays in memory at that time, and lower bounds on the seconds of a training step. If the run does not fit,
-it prints what to change, with exit code 2. configs/machines/ has settings for some machines.
+it prints what to change, with exit code 2. configs/machines.py has settings for some machines.
 """
 
 import json

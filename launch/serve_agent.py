@@ -24,7 +24,6 @@ flags.adopt_module_key_flags(policy_flags)  # --help lists them
 cli.server_flags(8001)
 _SLOTS = flags.DEFINE_integer("slots", 32, "questions answered in one batch; others wait for a slot", 1)
 _REQUESTS = flags.DEFINE_integer("requests", 256, "maximum concurrent requests; others get status 503", 1)
-_NAME = flags.DEFINE_string("name", None, "model name for clients; default: the last part of --model")
 
 
 def main(_: list[str]) -> None:
@@ -46,7 +45,7 @@ def main(_: list[str]) -> None:
     print("compiling for every length of prompts and passages", file=sys.stderr, flush=True)
     collector.warm_up(weights)
     answerer = Answerer(collector, weights)
-    name = _NAME.value or flags.FLAGS.model.rstrip("/").rpartition("/")[2]
+    name = flags.FLAGS.model.rstrip("/").rpartition("/")[2]
     app = make_app(answerer, name, Limits(requests=_REQUESTS.value), token, examples, http.host_names(host))
     http.serve(listener, app, host, f"{name} answers at {{url}}", "/", "ask", flags.FLAGS.stop_seconds)
     sys.stdout.flush()

@@ -15,7 +15,6 @@ from absl import flags
 from psearch_jax.runtime import cli
 
 _INDEX = flags.DEFINE_string("index", None, "index directory")
-_TOPK = flags.DEFINE_integer("topk", 3, "passages per query if a request has no topk", 1, 100)
 _CACHE = flags.DEFINE_integer("cache_mb", 1024, "maximum size of the cache of answers in MiB; 0: no cache", 0)
 cli.server_flags(8000)
 cli.require("index")
@@ -32,7 +31,7 @@ def main(_: list[str]) -> None:
     with http.listen(host, flags.FLAGS.port) as listener:
         cli.configure_jax()  # for a BERT encoder
         retriever = RetrievalService.open(_INDEX.value, _CACHE.value * 2**20)
-        app = make_app(retriever, token=token, default_topk=_TOPK.value, hosts=http.host_names(host))
+        app = make_app(retriever, token=token, hosts=http.host_names(host))
         ready = f"serving {retriever.rows} passages on {{url}}"
         if not serve(listener, app, host, ready, flags.FLAGS.stop_seconds):
             os._exit(0)  # a normal exit would wait for the search, whose clients already got status 503

@@ -18,7 +18,6 @@ from psearch_jax.runtime import cli
 CONFIG = config_flags.DEFINE_config_file("config", None, "A run such as configs/qwen0p5b_cpu.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "The run directory: created if absent, otherwise resumed.")
 TRANSCRIPTS = flags.DEFINE_string("transcripts", None, "jsonl files of rollouts or transcripts, separated by commas.")
-EXPORT = flags.DEFINE_bool("export", True, "Write DIR/policy at the end.")
 CHANGES = flags.DEFINE_bool("allow_changes", False, "Resume even if settings that affect the numbers changed.")
 LOG = flags.DEFINE_string("log", "", "Log the metrics also to wandb:PROJECT or trackio:PROJECT.")
 cli.process_flags()
@@ -52,8 +51,7 @@ def main(_: list[str]) -> None:
     if processes.first():
         print(f"{summary['steps']} steps, {summary['epochs']} epochs, in {summary['wall_s']:.0f} s{held_out}")
     del run  # and with it the weights on the devices
-    if EXPORT.value:
-        write_policy(workdir, make_export_files(config))
+    write_policy(workdir, make_export_files(config))
 
 
 if __name__ == "__main__":

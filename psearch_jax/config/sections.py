@@ -425,7 +425,7 @@ class Config:
     """The config of a run. `launch/train.py` writes it to config.json in the run directory."""
 
     seed: int = setting(0, "Seed of rollouts, question order, and random weights or adapters.", accepted=SEED)
-    method: Method = setting("parallelsearch", "The paper's method, or a baseline (see Methods below).")
+    method: Method = setting("parallelsearch", "The paper's method, or a baseline (docs/evaluation.md).")
     model: ModelSection = ModelSection()
     mesh: MeshSection = MeshSection()
     data: DataSection = DataSection()

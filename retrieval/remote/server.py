@@ -30,6 +30,7 @@ from retrieval.remote import http
 from retrieval.remote.batcher import Batcher
 
 MAX_QUERIES, MAX_QUERY_CHARS, MAX_TOPK = 4096, 8192, 100
+DEFAULT_TOPK = 3
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class RetrieveRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     queries: list[Annotated[str, Field(max_length=MAX_QUERY_CHARS)]] = Field(max_length=MAX_QUERIES)
-    topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None
+    topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None  # None: DEFAULT_TOPK
     return_scores: bool = False
 
 
@@ -54,14 +55,12 @@ def make_app(
     retriever: Retriever,
     limits: Limits = Limits(),  # noqa: B008 (frozen)
     token: str | None = None,
-    default_topk: int = 3,
     hosts: tuple[str, ...] = http.LOOPBACK,
 ) -> Starlette:
     """The ASGI application.
 
     Args:
       token: the bearer token that all paths but /health require; None: none is required.
-      default_topk: for requests without `topk`.
       hosts: without a token, the host names that clients may use; empty: any.
     """
     about = retriever.describe()
@@ -74,7 +73,7 @@ def make_app(
     async def answer(request: Request) -> Response:
         # In threads, so that long requests and answers do not block other clients.
         query = await asyncio.to_thread(http.parse, RetrieveRequest, await http.read_body(request, limits))
-        topk = query.topk or default_topk
+        topk = query.topk or DEFAULT_TOPK
         passages = len(query.queries) * topk
         if passages > limits.rows:
             raise HTTPException(422, f"queries, topk: found {passages} passages, accepted: at most {limits.rows}")

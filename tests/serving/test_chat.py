@@ -288,11 +288,10 @@ def test_the_page_asks_and_shows_the_fan_out(browser, running, toy, width):
 
 def test_the_program_serves_and_stops_in_order():
     """SIGTERM finishes the answer in progress."""
-    program = Program(
-        [sys.executable, "launch/serve_agent.py", "--port=0", "--slots=2", "--name=mine"], stderr=subprocess.DEVNULL
-    )
+    arguments = ["launch/serve_agent.py", "--port=0", "--slots=2"]
+    program = Program([sys.executable, *arguments], stderr=subprocess.DEVNULL)
     line = program.stdout.readline()
-    assert line.startswith("mine answers at http://127.0.0.1:"), line
+    assert line.startswith("toy answers at http://127.0.0.1:"), line
     url = line.split()[-1].rstrip("/")
     responses: list = []
     asking = threading.Thread(
