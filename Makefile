@@ -47,7 +47,7 @@ MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
 TRANSCRIPTS ?= 1500
 SMALL := $(BIN)/python launch/
 SMALL_RUN = --config=configs/smollm2_135m.py --config.retrieval.index=$(REAL)/index
-demo-real: $(REAL)/cold_start/policy $(REAL)/test | $(USER_STAMP)
+demo-real: $(REAL)/cold_start/policy $(REAL)/test/questions.json | $(USER_STAMP)
 	$(SMALL)train.py $(SMALL_RUN) --config.model.path=$(REAL)/cold_start/policy --config.data.source=$(REAL)/train \
 		--workdir=$(REAL)/run $(ARGS)
 	for policy in cold_start run; do $(SMALL)eval.py --model=$(REAL)/$$policy --benchmark=test:$(REAL)/test \
@@ -60,13 +60,13 @@ $(REAL)/corpus.jsonl: | $(USER_STAMP)
 		--corpus_out=$@
 $(REAL)/index: | $(REAL)/corpus.jsonl
 	$(SMALL)build_index.py --corpus=$(REAL)/corpus.jsonl --encoder=bm25 --out=$@
-$(REAL)/train: | $(REAL)/corpus.jsonl
+$(REAL)/train/questions.json: | $(REAL)/corpus.jsonl
 	$(SMALL)prepare_data.py --source=train:triples:$(SETS)/train.json --exclude_entities_of=$(SETS)/dev.json \
-		--corpus=$(REAL)/corpus.jsonl --sizes=3,4 --questions=1700 --out=$@
-$(REAL)/test: | $(REAL)/corpus.jsonl
+		--corpus=$(REAL)/corpus.jsonl --sizes=3,4 --questions=1700 --out=$(@D)
+$(REAL)/test/questions.json: | $(REAL)/corpus.jsonl
 	$(SMALL)prepare_data.py --source=test:triples:$(SETS)/dev.json --corpus=$(REAL)/corpus.jsonl --sizes=3,4 \
-		--questions=1000 --out=$@
-$(REAL)/transcripts.jsonl: | $(REAL)/index $(REAL)/train
+		--questions=1000 --out=$(@D)
+$(REAL)/transcripts.jsonl: | $(REAL)/index $(REAL)/train/questions.json
 	$(SMALL)write_transcripts.py $(SMALL_RUN) --config.model.path=$(MODEL) --questions=$(REAL)/train \
 		--count=$(TRANSCRIPTS) --out=$@
 $(REAL)/cold_start/policy: | $(REAL)/transcripts.jsonl

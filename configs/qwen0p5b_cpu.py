@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
             samples=6,
             context_tokens=1024,
             prompt_tokens=352,
-            turn_tokens=80,
+            turn_tokens=128,  # comparisons of three names, as scripted transcripts write them, take more than 80
             obs_tokens=200,
             search_turns=3,
         ),

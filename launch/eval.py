@@ -162,6 +162,7 @@ def main(_: list[str]) -> None:
 
     from psearch_jax.closed_world.encyclopedia import ClosedWorld
     from psearch_jax.eval.benchmarks import load_benchmarks
+    from psearch_jax.train.checkpointing.run_config import load_run_config
 
     skipped: list[str] | None = [] if SKIP.value else None
     data = base.data
@@ -175,7 +176,9 @@ def main(_: list[str]) -> None:
     config = use_passages(base, [benchmark.closed_world for benchmark in loaded])
     if GOLD.value:
         check_gold(config, questions)
-    leaked, unchecked = find_leaks(questions, data.source, data.validation_share)
+    run = load_run_config(model)  # which --config replaces
+    trained = run.data if run and run.data.source else data
+    leaked, unchecked = find_leaks(questions, trained.source, trained.validation_share)
 
     from psearch_jax.assembly import build  # slow import, after bad input was refused
     from psearch_jax.eval import tables

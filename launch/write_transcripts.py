@@ -27,7 +27,7 @@ QUESTIONS = flags.DEFINE_list("questions", None, "Question files or prepared dir
 COUNT = flags.DEFINE_integer("count", 500, "Maximum number of transcripts to write.", lower_bound=1)
 SPLIT = flags.DEFINE_float("split_share", 0.5, "Share of questions to split, the same for every kind.", 0.0, 1.0)
 CORRECTIONS = flags.DEFINE_float(
-    "correction_share", 0.1, "Share of transcripts that begin with a search that finds nothing.", 0.0, 1.0
+    "correction_share", 0.1, "Share to begin with incomplete names, if a search for them finds no fact.", 0.0, 1.0
 )
 SEED = flags.DEFINE_integer(
     "seed", 0, "Seed for choosing the questions, their wordings, and which of them are split.", 0
@@ -50,6 +50,7 @@ def main(_: list[str]) -> None:
     from psearch_jax.data.held_out import without_held_out
     from psearch_jax.data.prepared import open_questions
     from psearch_jax.data.scripted_transcripts import Alternation, TranscriptWriter, transcript_row
+    from psearch_jax.data.transcripts import TranscriptTurn
     from psearch_jax.eval.tables import table
     from psearch_jax.limits import validate
     from psearch_jax.text.evidence import rounds_of
@@ -81,10 +82,13 @@ def main(_: list[str]) -> None:
     def observe(queries: Sequence[str], rankings: Sequence[Sequence[Passage]]) -> str:
         return tokenizer.decode(dialect.observe(pair_calls((), queries), rankings).ids)
 
+    def fits(turn: TranscriptTurn) -> bool:
+        return len(dialect.encode_reply(turn.text, bool(turn.calls))) <= config.rollout.turn_tokens
+
     rng = np.random.default_rng([SEED.value, 0x7EAC])
     search_turns = config.rollout.search_turns
     writer = TranscriptWriter(
-        search, observe, dialect.write_calls, search_turns, section.max_sub_queries, CORRECTIONS.value
+        search, observe, dialect.write_calls, fits, search_turns, section.max_sub_queries, CORRECTIONS.value
     )
     alternation = Alternation(SPLIT.value if section.max_sub_queries > 1 else 0.0, rng)
     rows, left_out = [], 0
@@ -107,15 +111,16 @@ def main(_: list[str]) -> None:
                 break
     if not rows:
         raise UserError(
-            f"--questions: the passages shown state the facts of none of {left_out} questions; see retrieval.topk and "
-            "rollout.obs_tokens"
+            f"--questions: no transcript of {left_out} questions is possible, because the passages shown do not state "
+            "their facts or a turn is too long; see retrieval.topk, rollout.obs_tokens and rollout.turn_tokens"
         )
     write_atomically(out, "".join(rows))
     lines = [[kind, str(written[kind]), f"{split[kind] / written[kind]:.2f}"] for kind in KINDS if written[kind]]
     print(table([["kind", "transcripts", "split"], *lines]))
     print(
         f"{out}: {len(rows)} transcripts; {left_out} questions were left out because the passages shown do not "
-        f"state their facts or they take more than {search_turns} searches"
+        f"state their facts, they take more than {search_turns} searches, or a turn is longer than "
+        f"{config.rollout.turn_tokens} tokens"
     )
 
 

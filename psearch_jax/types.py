@@ -83,6 +83,7 @@ def digest(questions: Iterable[Question]) -> str:
 
 
 SEARCH = "search"  # the name of the tool that searches
+TOOL_ERROR = "tool error"  # the id of the passage that reports a failed call
 
 
 class Call(NamedTuple):
@@ -120,6 +121,12 @@ class Turn:
         return pair_calls(self.tools, self.queries)
 
     @property
+    def executed(self) -> tuple[str, ...]:
+        """Those of `queries` that ran: a call with wrong arguments or of no tool is not one, and earns no bonus."""
+        failed = {i for i, ranking in enumerate(self.passages) for p in ranking if p.id == TOOL_ERROR}
+        return tuple(query for i, query in enumerate(self.queries) if i not in failed)
+
+    @property
     def seen(self) -> tuple[tuple[Passage, str], ...]:
         """The passages that the model was shown, and what it was shown of each: its title and text, up to a cut."""
         rankings = zip(self.passages, self.shown, strict=False)
@@ -150,7 +157,7 @@ class Trajectory:
     @property
     def executed(self) -> tuple[Turn, ...]:
         """The turns whose searches were executed, in order; an initial search is not the model's and not included."""
-        return tuple(t for t in self.turns if t.queries and t.n_sampled > 0)
+        return tuple(t for t in self.turns if t.executed and t.n_sampled > 0)
 
     @property
     def model_calls(self) -> int:
@@ -160,7 +167,7 @@ class Trajectory:
     @property
     def decomposed(self) -> bool:
         """Whether the first executed search had two or more sub-queries (d in the paper's reward)."""
-        return bool(self.executed) and len(self.executed[0].queries) >= 2
+        return bool(self.executed) and len(self.executed[0].executed) >= 2
 
     @property
     def well_formed(self) -> bool:

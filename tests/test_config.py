@@ -158,6 +158,7 @@ def test_a_baseline_changes_only_the_fields_that_define_it():
     assert changed("search_r1") == outcome_only | {"data.template": "sequential", "retrieval.max_sub_queries": 1}
     published = changed("search_r1", data={"template": "published"})
     assert published == changed("search_r1") | {"data.template": "published_sequential"}
+    assert changed("search_r1", reward={"sub_query_penalty": 0.05})["reward.sub_query_penalty"] == 0
     assert changed("r1", rollout={"initial_search": True}) == outcome_only | {
         "data.template": "direct",
         "rollout.search_turns": 0,

@@ -61,6 +61,7 @@ from psearch_jax.train.state import (
     abstract_state,
     init_state,
     make_optimizer,
+    policy_updates,
     state_shardings,
     updates_per_step,
 )
@@ -185,8 +186,7 @@ def training_run(config: Config) -> Run:
         file, render, dialect = config.train.scripted, parts.collector.render, parts.collector.dialect
         scripted = read_trajectories(file, questions, render, dialect, config.rollout)
         log.info("%d training questions have a scripted transcript", len(scripted))
-    total_updates = updates_per_step(config) * config.train.steps
-    optimizer, base = make_optimizer(learning, total_updates), parts.params if adapters else None
+    optimizer, base = make_optimizer(learning, policy_updates(config)), parts.params if adapters else None
     rollout_mesh, n_ids = parts.collector.sampler.mesh, parts.tokenizer.size
     teacher, reference, teacher_path = None, None, ""
     if learning.teacher:
@@ -200,7 +200,7 @@ def training_run(config: Config) -> Run:
         reference = trained if config.model.adapters else learner.reference_copy(parts.params)
     abstract, critic, critic_start = abstract_state(trained, optimizer), None, None
     if learning.algorithm == "ppo":
-        critic_optimizer = make_optimizer(critic_learning(config), total_updates)
+        critic_optimizer = make_optimizer(critic_learning(config), updates_per_step(config) * config.train.steps)
         headless = without_lm_head(parts.params) if adapters else None
         critic = build_critic(config, parts.model, critic_optimizer, mesh, headless)
         critic_start = init_critic(parts.params, parts.model, adapters, config.seed, mesh), critic_optimizer

@@ -8,8 +8,8 @@ from typing import Any
 from psearch_jax.config.sections import Config, Method
 
 # The fields that each baseline changes.
-_SEARCH_TERMS = ("critical_path", "decomposition", "search_count", "evidence", "no_search_penalty")
-_OUTCOME_ONLY = dict.fromkeys(_SEARCH_TERMS, 0.0)
+_PRICES = ("sub_query_penalty", "no_search_penalty")
+_OUTCOME_ONLY = dict.fromkeys(("critical_path", "decomposition", "search_count", "evidence", *_PRICES), 0.0)
 _METHODS: dict[Method, dict[str, dict[str, Any]]] = {
     "parallelsearch": {},
     "parallel_prompt": {"reward": _OUTCOME_ONLY},

@@ -19,7 +19,7 @@ import numpy as np
 
 from psearch_jax.data.transcripts import TranscriptTurn
 from psearch_jax.text.answers import contains_words, normalise
-from psearch_jax.text.evidence import Rounds, Triple, is_stated, rounds_of, states
+from psearch_jax.text.evidence import Rounds, Triple, is_stated, name_key, rounds_of, states
 from psearch_jax.text.tags import MAX_SUB_QUERIES, SEPARATOR, split_sub_queries, write_calls
 from psearch_jax.types import KINDS, Call, Question, pair_calls
 from retrieval.protocol import Passage
@@ -46,12 +46,14 @@ class TranscriptWriter:
       search: queries -> a ranking for each.
       observe: queries and their rankings -> the text that a rollout shows of them.
       write_calls: searches -> the text of their turn, after its thought.
-      correction_share: share of the transcripts that begin with a search for incomplete names, if it finds no fact.
+      fits: whether a rollout has tokens enough for a turn.
+      correction_share: share of the transcripts that begin with a search for incomplete names, where it finds no fact.
     """
 
     search: Callable[[Sequence[str]], Sequence[Sequence[Passage]]]
     observe: Callable[[Sequence[str], Sequence[Sequence[Passage]]], str]
     write_calls: Callable[[Sequence[Call]], str] = write_calls
+    fits: Callable[[TranscriptTurn], bool] = lambda turn: True
     search_turns: int = 3
     max_sub_queries: int = MAX_SUB_QUERIES
     correction_share: float = 0.0
@@ -61,9 +63,9 @@ class TranscriptWriter:
     ) -> dict[bool, list[TranscriptTurn]]:
         """The turns for each of `splits`: with the first search split, or not. {} if one of them is impossible.
 
-        It is if the question has no triples, if it needs more than `search_turns` searches, or if a fact that it
-        relies on is not stated in the observation of its search. So with both in `splits`, whether a question is kept
-        does not depend on the choice, and the choice reveals nothing about the kind.
+        It is if the question has no triples, if it needs more than `search_turns` searches or a turn that does not
+        fit, or if a fact that it relies on is not stated in the observation of its search. So with both in `splits`,
+        whether a question is kept does not depend on the choice, and the choice reveals nothing about the kind.
 
         Args:
           rng: draws the wordings of all thoughts, and whether there is a correction; the same for all of `splits`.
@@ -102,7 +104,8 @@ class TranscriptWriter:
             thought = wording.comparison.format(relation=relation, compared=compared) if compared else thought
         answer = question.answers[0]
         last = f"<think>{thought} {wording.conclusion.format(answer=answer)}</think>\n<answer>{answer}</answer>"
-        return [*turns, TranscriptTurn(last)]
+        turns.append(TranscriptTurn(last))
+        return turns if all(map(self.fits, turns)) else None
 
     def _search(self, thought: str, queries: tuple[str, ...]) -> TranscriptTurn:
         text = f"<think>{thought}</think>\n{self.write_calls(pair_calls((), queries))}"
@@ -150,37 +153,42 @@ class Wording:
 
 def _entity_of(rounds: Rounds, answer: str) -> str:
     """The entity that decides a comparison: the answer, or the value of its fact in an earlier round."""
-    return next((fact.value for r in rounds[:-1] for fact in r if fact.entity == answer), answer)
+    earlier = (fact for r in rounds[:-1] for fact in r)
+    return next((fact.value for fact in earlier if name_key(fact.entity) == name_key(answer)), answer)
 
 
 def compare(facts: Sequence[Triple], entity: str, question: str) -> str:
     """The facts one after another: dates with the best so far, other values with the one that the question names.
 
     The last entity that it names is the one to answer with: a small model cannot point back past several names. Empty
-    if none of the facts is about `entity`, or if neither comparison is possible.
+    unless one relation of different entities is compared, one of them `entity`, in one of these two ways.
     """
-    value = next((fact.value for fact in facts if fact.entity == entity), "")
-    if value and all(fact.date for fact in facts):
-        return compare_dates(facts, entity)
-    if value and contains_words(normalise(question), normalise(value)):
-        count = 1 + [fact.value == value for fact in facts].index(True)
-        marked = [f"{fact.entity} {fact.value}, {'yes' if fact.value == value else 'no'}" for fact in facts[:count]]
-        return "; ".join([f"wanted {value}", *marked])
+    names = [name_key(fact.entity) for fact in facts]
+    if name_key(entity) not in names or len(set(names)) < len(names) or len({fact.relation for fact in facts}) > 1:
+        return ""
+    answer = facts[names.index(name_key(entity))]
+    if all(fact.date for fact in facts):
+        return compare_dates(facts, answer)
+    if contains_words(normalise(question), normalise(answer.value)):
+        matches = [fact.value == answer.value for fact in facts]
+        pairs = list(zip(facts, matches, strict=True))[: 1 + matches.index(True)]
+        marked = [f"{fact.entity} {fact.value}, {'yes' if match else 'no'}" for fact, match in pairs]
+        return "; ".join([f"wanted {answer.value}", *marked])
     return ""
 
 
-def compare_dates(facts: Sequence[Triple], answer: str) -> str:
+def compare_dates(facts: Sequence[Triple], answer: Triple) -> str:
     """Each date next to the earliest, or the latest, so far, which is repeated where it stays.
 
     Args:
       facts: of different entities, with dates as values.
-      answer: the entity of the earliest or the latest date.
+      answer: the one with the earliest or the latest date.
     """
     dates = [fact.date or () for fact in facts]
     by_year = len({date[:1] for date in dates}) == len(dates)
     values = [str(date[0]) if by_year else fact.value for date, fact in zip(dates, facts, strict=True)]
     stated = [f"{fact.entity} {value}" for fact, value in zip(facts, values, strict=True)]
-    earliest = facts[dates.index(min(dates))].entity == answer
+    earliest = facts[dates.index(min(dates))] == answer
     best, parts = 0, [f"wanted the {'earliest' if earliest else 'latest'}", stated[0]]
     for i in range(1, len(facts)):
         earlier = dates[i] < dates[best]

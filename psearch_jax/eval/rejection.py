@@ -21,8 +21,8 @@ from psearch_jax.runtime.paths import check_new, remove_tree, write_atomically
 from psearch_jax.text.answers import contains_words, normalise
 from psearch_jax.text.evidence import find_support
 from psearch_jax.text.prompts import ANSWER, ChatWriter, render_prompt
-from psearch_jax.text.tags import escape_tags
-from psearch_jax.types import Question, RewardParts, Trajectory
+from psearch_jax.text.tags import ANSWER_CLOSE, SEARCH_CLOSE, escape_tags
+from psearch_jax.types import Question, RewardParts, Trajectory, Turn
 
 Scored = tuple[Trajectory, RewardParts]
 _TAGS = str.maketrans("<>", "  ")  # so that a word next to a tag stays a word
@@ -65,8 +65,17 @@ def follows_evidence(trajectory: Trajectory) -> bool:
 
 
 def as_transcript(trajectory: Trajectory) -> dict[str, Any]:
-    """The row with the texts of the turns, which can be put behind another prompt."""
-    turns = [TranscriptTurn(t.text, t.queries, t.passages, tools=t.tools) for t in trajectory.turns]
+    """The row with the texts of the turns, which can be put behind another prompt.
+
+    A rollout keeps the token that completes a closing tag, which may extend past it; a transcript ends with the tag.
+    """
+    closes = {"search": SEARCH_CLOSE, "answer": ANSWER_CLOSE}
+
+    def text_of(turn: Turn) -> str:
+        close = closes.get(turn.action, "")
+        return turn.text.partition(close)[0] + close if close and close in turn.text else turn.text
+
+    turns = [TranscriptTurn(text_of(t), t.queries, t.passages, tools=t.tools) for t in trajectory.turns]
     return transcript_row(trajectory.question, turns)
 
 

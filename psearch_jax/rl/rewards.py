@@ -117,7 +117,7 @@ def search_count_term(parsed: Parsed, reward: RewardSection) -> float:
     """
     dependent = parsed.trajectory.question.kind in ("sequential", "mixed")
     distance = max(0, 2 - parsed.searches) if dependent else abs(parsed.searches - 1)
-    price = reward.sub_query_penalty * sum(len(turn.queries) for turn in parsed.trajectory.executed)
+    price = reward.sub_query_penalty * sum(len(turn.executed) for turn in parsed.trajectory.executed)
     return _paid(reward.search_count * (1 - distance), parsed, reward) - price
 
 

@@ -31,10 +31,10 @@ from psearch_jax.rollout.rollouts import NO_LIMITS, Parts, Rollout, RolloutLimit
 from psearch_jax.rollout.sampler import NO_STEP_LIMIT
 from psearch_jax.rollout.sampler_programs import SamplerState, SamplingWeights, Status
 from psearch_jax.rollout.search import SearchPolicy
-from psearch_jax.rollout.tools import ERROR, TIMEOUT, Calls, Passages
+from psearch_jax.rollout.tools import TIMEOUT, Calls, Passages
 from psearch_jax.rollout.turns import End, Search, decide
 from psearch_jax.runtime import processes
-from psearch_jax.types import Call, EndStatus, Question, Trajectory, Turn
+from psearch_jax.types import TOOL_ERROR, Call, EndStatus, Question, Trajectory, Turn
 from retrieval.protocol import Passage
 
 
@@ -411,7 +411,7 @@ class RolloutScheduler:
           ended: whether the model ended its reply with a stop token.
         """
         turn, room = rollout.turns[-1], self.settings.context_tokens - length - 1
-        failed = [p.id for ranking in passages for p in ranking if p.id in (ERROR, TIMEOUT)]
+        failed = [p.id for ranking in passages for p in ranking if p.id in (TOOL_ERROR, TIMEOUT)]
         self.usage.tool_errors += len(failed)
         self.usage.tool_timeouts += failed.count(TIMEOUT)
         budget = max(self.parts.dialect.min_budget, min(self.settings.obs_tokens, room))

@@ -21,12 +21,11 @@ from jsonschema.exceptions import best_match
 from transformers.utils.chat_template_utils import get_json_schema
 
 from psearch_jax.text.tool_calls import QUERY
-from psearch_jax.types import SEARCH, Call, UserError, first_line
+from psearch_jax.types import SEARCH, TOOL_ERROR, Call, UserError, first_line
 from retrieval.protocol import Passage, RetrievalError, Retriever, as_utf8, in_background, in_utf8
 
 log = logging.getLogger("psearch_jax")
-# The ids of passages that report a failed call.
-ERROR, TIMEOUT = "tool error", "tool timeout"
+TIMEOUT = "tool timeout"  # the id of the passage that reports a call without a response
 _FAILED = "error:"  # begins the text of a failed call
 _LATE = f"{_FAILED} no response"
 
@@ -113,7 +112,7 @@ def late(seconds: float) -> str:
 
 
 def _result(text: str) -> Passage:
-    return Passage(TIMEOUT if text.startswith(_LATE) else ERROR if text.startswith(_FAILED) else "", "", text)
+    return Passage(TIMEOUT if text.startswith(_LATE) else TOOL_ERROR if text.startswith(_FAILED) else "", "", text)
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class Toolbox:
         for i, call in enumerate(flat):
             arguments, problem = self._check(call)
             if problem:
-                results[i] = (Passage(ERROR, "", failure(problem)),)
+                results[i] = (Passage(TOOL_ERROR, "", failure(problem)),)
             else:
                 accepted.setdefault(call.tool, {})[i] = arguments
         searches = accepted.pop(SEARCH, {})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from psearch_jax.config import Config, LearningSection, best_metric
+from psearch_jax.config import LearningSection, best_metric
 from psearch_jax.rollout.stream import InFlight
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.metrics import MetricsWriter
@@ -20,7 +20,7 @@ from psearch_jax.train.checkpointing.in_flight import gather_in_flight, restore_
 from psearch_jax.train.checkpointing.preemption import Interrupted, describe_saved
 from psearch_jax.train.critic import critic_learning
 from psearch_jax.train.run import Run
-from psearch_jax.train.state import TrainState, schedule, updates_per_step, with_schedule
+from psearch_jax.train.state import TrainState, policy_updates, schedule, updates_per_step, with_schedule
 from psearch_jax.types import UserError
 from retrieval.protocol import RetrievalError
 
@@ -115,9 +115,11 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
     run.state, loop = checkpoints.restore(run.abstract, accept)
     step, config = int(loop["step"]), run.config
     log.info("resuming after step %d", step)
-    run.state = _with_schedule(run.state, config.learning, config, "learning.warmup_ratio" in changes)
+    warmup_changed = "learning.warmup_ratio" in changes
+    run.state = _with_schedule(run.state, config.learning, policy_updates(config), warmup_changed)
     if run.state.critic is not None:
-        critic = _with_schedule(run.state.critic, critic_learning(config), config, "critic.warmup_ratio" in changes)
+        updates = updates_per_step(config) * config.train.steps
+        critic = _with_schedule(run.state.critic, critic_learning(config), updates, "critic.warmup_ratio" in changes)
         run.state = replace(run.state, critic=critic)
     try:
         run.loader.restore(loop["loader"])
@@ -132,9 +134,9 @@ def resume(run: Run, checkpoints: Checkpoints, workdir: Path, allow_changes: boo
     return Start(step, frozenset(changes), bool(loop.get(EVALUATION_DUE)))
 
 
-def _with_schedule(state: TrainState, learning: LearningSection, config: Config, warmup_changed: bool) -> TrainState:
+def _with_schedule(state: TrainState, learning: LearningSection, total: int, warmup_changed: bool) -> TrainState:
     """The state with the schedule of the present config: a longer run decays later and keeps its warm-up."""
-    updates = schedule(learning, updates_per_step(config) * config.train.steps)
+    updates = schedule(learning, total)
     if not warmup_changed:
         del updates["warmup"]
     return with_schedule(state, updates)

@@ -35,6 +35,12 @@ def updates_per_step(config: Config) -> int:
     return -(-config.train.prompts * config.rollout.samples // config.learning.mini_batch_rollouts)
 
 
+def policy_updates(config: Config) -> int:
+    """Optimizer steps of the policy in the complete run: with PPO, the first steps may train only the critic."""
+    waiting = config.critic.pretrain_steps if config.learning.algorithm == "ppo" else 0
+    return updates_per_step(config) * (config.train.steps - waiting)
+
+
 def make_optimizer(learning: LearningSection, total_updates: int) -> optax.GradientTransformation:
     """Global-norm clip, then AdamW with a linear warm-up, a constant rate, and a linear decay to 0.
 

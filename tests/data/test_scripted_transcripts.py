@@ -152,6 +152,9 @@ def test_facts_are_compared_and_vain_searches_are_not_learned(questions, search)
     named = "Which was directed by Bo Berg, A, B or C?"
     assert compare(films, "B", named) == "wanted Bo Berg; A Ann Lee, no; B Bo Berg, yes"
     assert compare(films, "B", "Which film is longer, A or B?") == compare(films, "yes", "By Ann Lee?") == ""
+    assert compare([c, b], "b", "") == compare([c, b], "B", ""), "question sets write names in another case than facts"
+    lives = [b, Triple("B", "died", "1990"), c, Triple("C", "died", "2010")]
+    assert compare(lives, "C", "Who lived longer, B or C?") == "", "no date decides"
 
     def find_full_names(queries):  # as on a large corpus, where half a name finds another entity
         return [search([q])[0] if q.startswith(("Alfred", "Orson")) else [PASSAGES[2]] for q in queries]
@@ -164,7 +167,7 @@ def test_facts_are_compared_and_vain_searches_are_not_learned(questions, search)
 
 
 def test_questions_whose_facts_are_not_shown_are_left_out(questions, search, tiny_tokenizer):
-    """No thought states what a rollout does not show, and no transcript has more searches than a rollout."""
+    """No thought states what a rollout does not show; searches and turns fit into a rollout."""
     subset = RetrievalService.from_corpus(PASSAGES[:3])
 
     def observe(tokens):
@@ -175,6 +178,7 @@ def test_questions_whose_facts_are_not_shown_are_left_out(questions, search, tin
         assert not write(questions["comparison"], splits, lambda q: subset.search(list(q), 2))
         assert not write(Question("s", "1", "Who?", ("A",), "single"), splits, search)
         assert not write(questions["bridge_comparison"], splits, search, search_turns=1)
+        assert not write(questions["comparison"], splits, search, fits=lambda turn: bool(turn.queries))
         for question in questions.values():
             assert not write(question, splits, search, observe(MIN_OBSERVATION_TOKENS))
     for question in questions.values():
@@ -188,7 +192,8 @@ def test_the_program_writes_what_fine_tuning_reads(tmp_path):
     # Half a surrogate pair, which cannot be written in UTF-8.
     texts = [{"id": p.id, "contents": f'"{p.title}"\n{p.text} \ud83d'} for p in PASSAGES]
     corpus.write_text("".join(json.dumps(text) + "\n" for text in texts))
-    fields = {"model.tokenizer": "toy", "rollout.obs_tokens": 900, "retrieval.corpus": corpus}  # toy needs more tokens
+    fields = {"model.tokenizer": "toy", "retrieval.corpus": corpus}
+    fields |= {"rollout.obs_tokens": 900, "rollout.turn_tokens": 400}  # toy needs more tokens
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
     program = [sys.executable, "launch/write_transcripts.py", "--config=configs/qwen0p5b_cpu.py", *flags]
     done = completed([*program, f"--questions={questions}", f"--out={out}"])

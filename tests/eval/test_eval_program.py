@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 
@@ -166,6 +167,12 @@ def test_leaks_and_the_corpus_of_a_server_are_reported(evaluated, tmp_path, file
     assert results["settings"]["retrieval"].items() >= named.items() and f"(sha256 {digest})" in done.stdout
     assert "LEAK: 3 of the 3 questions of popqa were trained on." in done.stdout
     assert results["leaked"] == {"popqa": ["q0", "q1", "q2"]}
+    named = {"data": small_run_config(files[1])["data"] | {"source": str(train)}}
+    shutil.copytree(directory / "run", tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(small_run_config(files[1]) | named))
+    config = config_file(tmp_path / "config.py", files[1])  # names no questions, unlike the run
+    again = run_eval(f"--model={tmp_path / 'run'}", f"--config={config}", f"--out={tmp_path / 'again'}", *common)
+    assert "LEAK: 3 of the 3 questions of nq were trained on." in again.stdout, again.stderr
     assert "1 bad rows were skipped" in done.stdout and "bad.jsonl:4" in (tmp_path / "out" / "skipped.txt").read_text()
 
 

@@ -15,7 +15,7 @@ from programs import Program, completed, wait_until
 from configs import smoke
 from psearch_jax.config import from_mapping
 from psearch_jax.data.transcripts import read_rows
-from psearch_jax.eval.rejection import best_rollouts, follows_evidence, render_draft
+from psearch_jax.eval.rejection import as_transcript, best_rollouts, follows_evidence, render_draft
 from psearch_jax.text.dialects import Tags
 from psearch_jax.text.prompts import load_template
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn
@@ -121,6 +121,16 @@ def test_drafts_are_transcripts_of_what_was_sampled(sampled, tmp_path, tokenizer
             assert (ids.tolist(), mask.astype(int).tolist()) == rows[row["id"]]
             equal += 1
     assert equal > 10
+
+
+def test_a_transcript_ends_turns_with_their_tag():
+    """The token that completes a tag may go on with other characters, which fine-tuning refuses."""
+    turns = (
+        Turn("<search>a</search><", "search", True, ("a",), n_sampled=3),
+        Turn("<answer>b</answer>.", "answer", True),
+    )
+    t = Trajectory(QUESTION, 0, "answered", turns, *(np.zeros(0),) * 3, 0)
+    assert [turn["text"] for turn in as_transcript(t)["turns"]] == ["<search>a</search>", "<answer>b</answer>"]
 
 
 def test_a_killed_call_resumes(sampled, tmp_path):

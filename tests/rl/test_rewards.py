@@ -11,7 +11,7 @@ from psearch_jax.config import Config, RewardSection, from_mapping
 from psearch_jax.rl.compat import parse_transcript, valid_transcript
 from psearch_jax.rl.rewards import Reward
 from psearch_jax.train.rollouts import compute_advantages
-from psearch_jax.types import Question, Trajectory, Turn
+from psearch_jax.types import TOOL_ERROR, Question, Trajectory, Turn
 from retrieval.protocol import Passage
 
 WEIGHTS = RewardSection()  # format 0.1, final_format 0, decomposition 0.15, search_count 0.35
@@ -106,6 +106,17 @@ def test_every_sub_query_has_its_price():
     for searches, sub_queries in (([], 0), ([2], 2), ([1, 1], 2), ([2, 1], 3)):
         t = trajectory("sequential", searches, "Ada")
         assert paper_reward(t, priced).total == pytest.approx(paper_reward(t, plain).total - 0.05 * sub_queries)
+
+
+def test_a_failed_call_earns_nothing():
+    """A policy could earn the bonuses for searching and splitting with calls that are refused."""
+    found, failed = (Passage("1", "Ada", "1815"),), (Passage(TOOL_ERROR, "", "error: no tool"),)
+    one, none = (trajectory("parallel", searches, "Alan") for searches in ([1], []))
+    for passages, equal in (((found, failed), one), ((failed, failed), none)):
+        turns = trajectory("parallel", [2], "Alan").turns
+        t = replace(one, turns=(replace(turns[0], passages=passages), turns[1]))
+        for section in (WEIGHTS, RewardSection(no_search_penalty=0.2, sub_query_penalty=0.1)):
+            assert paper_reward(t, section).terms == pytest.approx(paper_reward(equal, section).terms)
 
 
 @pytest.mark.parametrize(

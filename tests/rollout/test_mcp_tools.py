@@ -14,9 +14,9 @@ from programs import wait_until
 from runs import free_port
 from written import CONFIG
 
-from psearch_jax.rollout.tools import ERROR, Tool, Toolbox
+from psearch_jax.rollout.tools import Tool, Toolbox
 from psearch_jax.text.tool_calls import write_calls
-from psearch_jax.types import Call, UserError
+from psearch_jax.types import TOOL_ERROR, Call, UserError
 
 pytest.importorskip("mcp", reason="the MCP SDK is not installed")
 
@@ -99,7 +99,7 @@ def test_a_server_that_is_killed_ends_no_run(target):
     ada, alan, pid = results(tools)
     assert (ada, alan) == ("1815", "1912")
     failed = Toolbox(None, 1, tools.tools).run({0: (Call("born", '{"name": "Bob"}'), Call("born", "{}"))})[0]
-    assert all(p.id == ERROR and p.text.startswith("error: ") for (p,) in failed)
+    assert all(p.id == TOOL_ERROR and p.text.startswith("error: ") for (p,) in failed)
     calls = (Call("died", '{"name": "Ada"}'), CALLS[0][2])
     assert [p.text for (p,) in tools.run({0: calls})[0]] == ["error: unknown person", pid]  # the same process
     os.kill(int(pid), signal.SIGKILL)

@@ -112,7 +112,8 @@ def ppo_config(tiny_policy: Path, **fields):
 def test_a_step_of_ppo_trains_both_and_a_pretraining_step_only_the_critic(tiny_policy, tmp_path, monkeypatch):
     """The advantages of a step are whitened, and a checkpoint of adapters holds both states."""
     fields = {"critic.pretrain_steps": 1, "train.steps": 3, "rollout.samples": 1, "train.prompts": 24}
-    run = build.training_run(ppo_config(tiny_policy, **fields, **{"model.lora_rank": 4}))
+    fields |= {"model.lora_rank": 4, "learning.decay_ratio": 1.0}
+    run = build.training_run(ppo_config(tiny_policy, **fields))
     run.begin()
     policies, critics = [jax.device_get(run.state.params)], [jax.device_get(run.state.critic.params)]
     learned, update = [], run.critic.update
@@ -126,6 +127,8 @@ def test_a_step_of_ppo_trains_both_and_a_pretraining_step_only_the_critic(tiny_p
         policies.append(jax.device_get(run.state.params))
         critics.append(jax.device_get(run.state.critic.params))
         assert ("loss" in metrics) == (step == 1) and np.isfinite(metrics["critic/loss"])
+    share = metrics["learning_rate"] / run.config.learning.learning_rate
+    assert share == pytest.approx(0.5, abs=0.1), "the policy has taken half of its updates"
     assert same_bits(policies[0], policies[1]) and not same_bits(policies[1], policies[2])
     assert not same_bits(critics[0], critics[1]) and not same_bits(critics[1], critics[2])
     checkpoints = Checkpoints(tmp_path / "checkpoints")

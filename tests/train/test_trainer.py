@@ -41,12 +41,18 @@ def test_a_killed_run_resumes_bit_for_bit(tiny_policy, tmp_path):
     assert_same_run(killed, tmp_path / "whole")
     before, after = (json.loads((w / "summary.json").read_text()) for w in (killed, tmp_path / "whole"))
     assert before["before"] == after["before"] and before["after"] == after["after"]
-    again = run(command(killed, tiny_policy, 4))
-    assert "complete after 4 steps, nothing to do" in again.stdout and "compiling" not in again.stderr
-    config = from_mapping(json.loads((killed / "config.json").read_text()))
-    assert read_complete(killed, config)
-    os.utime(killed / "config.json", (0, 0))
-    assert not read_complete(killed, config), "the policy that it names is newer"
+
+
+def test_a_complete_run_is_not_repeated(tiny_policy, tmp_path):
+    """A complete run neither loads weights nor compiles again, unless one of its inputs may have changed."""
+    program = command(tmp_path, tiny_policy, 1, **{"reward.terms": ""})  # whether code has changed only a run can tell
+    run(program)
+    again = run(program)
+    assert "complete after 1 steps, nothing to do" in again.stdout and "compiling" not in again.stderr
+    config = from_mapping(json.loads((tmp_path / "config.json").read_text()))
+    assert read_complete(tmp_path, config)
+    os.utime(tmp_path / "config.json", (0, 0))
+    assert not read_complete(tmp_path, config), "the policy that it names is newer"
 
 
 def test_sigterm_saves_and_exits_cleanly(tiny_policy, tmp_path):
