@@ -178,7 +178,7 @@ def compare(facts: Sequence[Triple], entity: str, question: str) -> str:
 
 
 def compare_dates(facts: Sequence[Triple], answer: Triple) -> str:
-    """Each date next to the earliest, or the latest, so far, which is repeated where it stays.
+    """Whether each date is earlier, or later, than the best one so far, which is repeated where it stays.
 
     Args:
       facts: of different entities, with dates as values.
@@ -188,13 +188,12 @@ def compare_dates(facts: Sequence[Triple], answer: Triple) -> str:
     by_year = len({date[:1] for date in dates}) == len(dates)
     values = [str(date[0]) if by_year else fact.value for date, fact in zip(dates, facts, strict=True)]
     stated = [f"{fact.entity} {value}" for fact, value in zip(facts, values, strict=True)]
-    earliest = facts[dates.index(min(dates))] == answer
-    best, parts = 0, [f"wanted the {'earliest' if earliest else 'latest'}", stated[0]]
+    wanted = "earlier" if facts[dates.index(min(dates))] == answer else "later"
+    best, parts = 0, [stated[0]]
     for i in range(1, len(facts)):
-        earlier = dates[i] < dates[best]
-        kept = "" if earlier == earliest else f", so still {stated[best]}"
-        parts.append(f"{stated[i]}, {'earlier' if earlier else 'later'}{kept}")
-        best = best if kept else i
+        better = (dates[i] < dates[best]) == (wanted == "earlier")
+        parts.append(f"{stated[i]}, {wanted}: {'yes' if better else f'no, still {stated[best]}'}")
+        best = i if better else best
     return "; ".join(parts)
 
 

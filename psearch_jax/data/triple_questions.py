@@ -53,7 +53,7 @@ RELATIONS = {
 }
 OPENINGS = ("", "Tell me: ", "I would like to know: ", "Could you tell me: ", "Please find out: ", "Do you know: ")
 SIZES = (2, 2, 2, 3, 4)  # default numbers of names to choose from, drawn uniformly
-SHARES: dict[Kind, float] = {"parallel": 0.45, "sequential": 0.45, "single": 0.1}
+SHARES: dict[Kind, float] = {"parallel": 0.4, "sequential": 0.4, "single": 0.2}
 MOST_PER_FACTS = 3  # at most this number of questions of one form about the same facts
 TWINS = 0.35  # share of all questions that are the parallel (or sequential) member of a pair of twins
 FORMS: dict[Kind, tuple[str, ...]] = {  # drawn uniformly
