@@ -178,7 +178,7 @@ def compare(facts: Sequence[Triple], entity: str, question: str) -> str:
 
 
 def compare_dates(facts: Sequence[Triple], answer: Triple) -> str:
-    """Whether each date is earlier, or later, than the best one so far, which is repeated where it stays.
+    """Each date is compared with the best one so far, which is repeated where it stays.
 
     Args:
       facts: of different entities, with dates as values.
@@ -191,9 +191,10 @@ def compare_dates(facts: Sequence[Triple], answer: Triple) -> str:
     wanted = "earlier" if facts[dates.index(min(dates))] == answer else "later"
     best, parts = 0, [stated[0]]
     for i in range(1, len(facts)):
-        better = (dates[i] < dates[best]) == (wanted == "earlier")
-        parts.append(f"{stated[i]}, {wanted}: {'yes' if better else f'no, still {stated[best]}'}")
-        best = i if better else best
+        relation = "earlier" if dates[i] < dates[best] else "later"
+        verdict = "yes" if relation == wanted else f"no, still {stated[best]}"
+        parts.append(f"{stated[i]}, {relation}, wanted {wanted}: {verdict}")
+        best = i if relation == wanted else best
     return "; ".join(parts)
 
 

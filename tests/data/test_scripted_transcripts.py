@@ -138,13 +138,15 @@ def test_the_first_thought_reveals_nothing(questions, search):
 def test_facts_are_compared_and_vain_searches_are_not_learned(questions, search):
     """The last thought of a comparison compares its facts; a correction follows a search that shows no fact."""
     for turns in both(questions["comparison"], search).values():
-        assert "Alfred Hitchcock 1899; Orson Welles 1915, earlier: no, still Alfred Hitchcock 1899. " in turns[-1].text
+        assert "Orson Welles 1915, later, wanted earlier: no, still Alfred Hitchcock 1899. " in turns[-1].text
         assert len(turns) <= 3
     for turns in both(questions["bridge_comparison"], search).values():
-        assert "Orson Welles 1915, earlier: no, still Alfred Hitchcock 1899." in turns[-1].text
+        assert "Orson Welles 1915, later, wanted earlier: no, still Alfred Hitchcock 1899." in turns[-1].text
     a, b, c = (Triple(name, "born", value) for name, value in (("A", "1 May 1950"), ("B", "1950"), ("C", "1960")))
-    assert compare([b, c, a], "C", "") == "B 1950; C 1960, later: yes; A 1 May 1950, later: no, still C 1960"
-    assert compare([c, b], "B", "") == "C 1960; B 1950, earlier: yes"
+    assert compare([b, c, a], "C", "") == (
+        "B 1950; C 1960, later, wanted later: yes; A 1 May 1950, earlier, wanted later: no, still C 1960"
+    )
+    assert compare([c, b], "B", "") == "C 1960; B 1950, earlier, wanted earlier: yes"
     directors = {"A": "Ann Lee", "B": "Bo Berg", "C": "Cy Cole"}
     films = [Triple(name, "director", value) for name, value in directors.items()]
     named = "Which was directed by Bo Berg, A, B or C?"
