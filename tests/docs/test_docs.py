@@ -103,7 +103,7 @@ def test_the_commands_of_the_makefile_are_accepted():
 def shown_and_printed(model: str, run: str) -> tuple[list[str], list[str]]:
     """The transcript below the README's command that asks `model`, and what the command prints, with `run` for it."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = rf"^\.venv/bin/python (.* --model={model})$\n```\n\n```\n(.*?)```"
+    block = rf"^\.venv/bin/python ([^\n]* --model={model})$\n```\n\n```\n(.*?)```"
     command, shown = re.search(block, page, re.MULTILINE | re.DOTALL).groups()
     done = completed([sys.executable, *shlex.split(command.replace(f"--model={model}", f"--model={run}"))])
     assert "note:" not in done.stdout
