@@ -122,7 +122,7 @@ class Turn:
 
     @property
     def executed(self) -> tuple[str, ...]:
-        """Those of `queries` that ran: a call with wrong arguments or of no tool is not one, and earns no bonus."""
+        """Those of `queries` whose calls did not fail: a call of no tool, or with wrong arguments, earns no bonus."""
         failed = {i for i, ranking in enumerate(self.passages) for p in ranking if p.id == TOOL_ERROR}
         return tuple(query for i, query in enumerate(self.queries) if i not in failed)
 

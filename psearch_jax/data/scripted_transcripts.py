@@ -178,7 +178,9 @@ def compare(facts: Sequence[Triple], entity: str, question: str) -> str:
 
 
 def compare_dates(facts: Sequence[Triple], answer: Triple) -> str:
-    """Each date is compared with the best one so far, which is repeated where it stays.
+    """Each date is compared with the best one so far; one that is no better is followed by the best one again.
+
+    So a small model can take every decision from the words just before it (docs/results.md compares wordings).
 
     Args:
       facts: of different entities, with dates as values.
