@@ -83,7 +83,8 @@ def digest(questions: Iterable[Question]) -> str:
 
 
 SEARCH = "search"  # the name of the tool that searches
-TOOL_ERROR = "tool error"  # the id of the passage that reports a failed call
+# The ids of passages that report a failed call.
+TOOL_ERROR, TOOL_TIMEOUT = "tool error", "tool timeout"
 
 
 class Call(NamedTuple):

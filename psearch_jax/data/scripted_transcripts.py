@@ -170,10 +170,9 @@ def compare(facts: Sequence[Triple], entity: str, question: str) -> str:
     if all(fact.date for fact in facts):
         return compare_dates(facts, answer)
     if contains_words(normalise(question), normalise(answer.value)):
-        matches = [fact.value == answer.value for fact in facts]
-        pairs = list(zip(facts, matches, strict=True))[: 1 + matches.index(True)]
-        marked = [f"{fact.entity} {fact.value}, {'yes' if match else 'no'}" for fact, match in pairs]
-        return "; ".join([f"wanted {answer.value}", *marked])
+        first = [fact.value for fact in facts].index(answer.value)
+        others = [f"{fact.entity} {fact.value}, no" for fact in facts[:first]]
+        return "; ".join([f"wanted {answer.value}", *others, f"{facts[first].entity} {answer.value}, yes"])
     return ""
 
 

@@ -19,9 +19,10 @@ from psearch_jax.rollout.rollouts import Progress
 from psearch_jax.runtime import processes
 from psearch_jax.runtime.paths import check_new, remove_tree, write_atomically
 from psearch_jax.text.answers import contains_words, normalise
+from psearch_jax.text.dialects import Tags
 from psearch_jax.text.evidence import find_support
 from psearch_jax.text.prompts import ANSWER, ChatWriter, render_prompt
-from psearch_jax.text.tags import ANSWER_CLOSE, SEARCH_CLOSE, escape_tags
+from psearch_jax.text.tags import escape_tags
 from psearch_jax.types import Question, RewardParts, Trajectory, Turn
 
 Scored = tuple[Trajectory, RewardParts]
@@ -69,7 +70,7 @@ def as_transcript(trajectory: Trajectory) -> dict[str, Any]:
 
     A rollout keeps the token that completes a closing tag, which may extend past it; a transcript ends with the tag.
     """
-    closes = {"search": SEARCH_CLOSE, "answer": ANSWER_CLOSE}
+    closes = {action: tag for tag, action in Tags.stops.items()}
 
     def text_of(turn: Turn) -> str:
         close = closes.get(turn.action, "")

@@ -31,10 +31,10 @@ from psearch_jax.rollout.rollouts import NO_LIMITS, Parts, Rollout, RolloutLimit
 from psearch_jax.rollout.sampler import NO_STEP_LIMIT
 from psearch_jax.rollout.sampler_programs import SamplerState, SamplingWeights, Status
 from psearch_jax.rollout.search import SearchPolicy
-from psearch_jax.rollout.tools import TIMEOUT, Calls, Passages
+from psearch_jax.rollout.tools import Calls, Passages
 from psearch_jax.rollout.turns import End, Search, decide
 from psearch_jax.runtime import processes
-from psearch_jax.types import TOOL_ERROR, Call, EndStatus, Question, Trajectory, Turn
+from psearch_jax.types import TOOL_ERROR, TOOL_TIMEOUT, Call, EndStatus, Question, Trajectory, Turn
 from retrieval.protocol import Passage
 
 
@@ -411,9 +411,9 @@ class RolloutScheduler:
           ended: whether the model ended its reply with a stop token.
         """
         turn, room = rollout.turns[-1], self.settings.context_tokens - length - 1
-        failed = [p.id for ranking in passages for p in ranking if p.id in (TOOL_ERROR, TIMEOUT)]
+        failed = [p.id for ranking in passages for p in ranking if p.id in (TOOL_ERROR, TOOL_TIMEOUT)]
         self.usage.tool_errors += len(failed)
-        self.usage.tool_timeouts += failed.count(TIMEOUT)
+        self.usage.tool_timeouts += failed.count(TOOL_TIMEOUT)
         budget = max(self.parts.dialect.min_budget, min(self.settings.obs_tokens, room))
         observation = self.parts.dialect.observe(turn.calls, passages, budget, ended)
         shown = observation.shown if len(observation.ids) <= room else ()  # else the rollout ends without them

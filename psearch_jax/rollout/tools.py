@@ -21,11 +21,10 @@ from jsonschema.exceptions import best_match
 from transformers.utils.chat_template_utils import get_json_schema
 
 from psearch_jax.text.tool_calls import QUERY
-from psearch_jax.types import SEARCH, TOOL_ERROR, Call, UserError, first_line
+from psearch_jax.types import SEARCH, TOOL_ERROR, TOOL_TIMEOUT, Call, UserError, first_line
 from retrieval.protocol import Passage, RetrievalError, Retriever, as_utf8, in_background, in_utf8
 
 log = logging.getLogger("psearch_jax")
-TIMEOUT = "tool timeout"  # the id of the passage that reports a call without a response
 _FAILED = "error:"  # begins the text of a failed call
 _LATE = f"{_FAILED} no response"
 
@@ -112,7 +111,9 @@ def late(seconds: float) -> str:
 
 
 def _result(text: str) -> Passage:
-    return Passage(TIMEOUT if text.startswith(_LATE) else TOOL_ERROR if text.startswith(_FAILED) else "", "", text)
+    return Passage(
+        TOOL_TIMEOUT if text.startswith(_LATE) else TOOL_ERROR if text.startswith(_FAILED) else "", "", text
+    )
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class Toolbox:
         own = self._by_name[name].timeout_s
         timeout_s = self.timeout_s if own is None else own
         if future is None:
-            return [Passage(TIMEOUT, "", failure(f"{name} does not respond"))] * count
+            return [Passage(TOOL_TIMEOUT, "", failure(f"{name} does not respond"))] * count
         if not concurrent.futures.wait([future], timeout_s).done:
             log.warning("%s did not respond in %g s; its %d calls fail", name, timeout_s, count)
             return [_result(late(timeout_s))] * count

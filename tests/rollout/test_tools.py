@@ -9,9 +9,9 @@ from helpers import question, random_params, retriever
 from written import CONFIG
 
 from psearch_jax.rollout.calculator import CALCULATOR, evaluate
-from psearch_jax.rollout.tools import TIMEOUT, Tool, Toolbox, from_function
+from psearch_jax.rollout.tools import Tool, Toolbox, from_function
 from psearch_jax.text.tool_calls import write_calls
-from psearch_jax.types import TOOL_ERROR, Call, UserError
+from psearch_jax.types import TOOL_ERROR, TOOL_TIMEOUT, Call, UserError
 from retrieval.protocol import RetrievalError
 
 ANY = {"type": "object"}
@@ -66,7 +66,7 @@ def test_a_tool_that_crashes_or_hangs_costs_its_own_calls():
     tools = Toolbox(None, 1, (hanging, short, Tool("crash", "", ANY, crash)))
     calls = {0: tuple(Call(name, "{}") for name in ("hang", "short", "crash"))}
     first, second = tools.run(calls)[0], tools.run(calls)[0]
-    assert [p.id for (p,) in first] == [p.id for (p,) in second] == [TIMEOUT, TOOL_ERROR, TOOL_ERROR]
+    assert [p.id for (p,) in first] == [p.id for (p,) in second] == [TOOL_TIMEOUT, TOOL_ERROR, TOOL_ERROR]
     assert "no response in 0.2 s" in first[0][0].text and "does not respond" in second[0][0].text
     assert first[2][0].text == "error: SystemExit: gone"
     release.set()
