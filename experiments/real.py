@@ -3,8 +3,8 @@
 Hypotheses, written before the first run, about the greedy policy on the test questions, whose entities occur in no
 training question:
 
-- A (the published reward) splits at least .85 of the parallel and at most .2 of the sequential questions; its
-  decomposition accuracy is at least .75.
+- A (the published terms, with the weights of the config) splits at least .85 of the parallel and at most .2 of the
+  sequential questions; its decomposition accuracy is at least .75.
 - B (outcome and format only) does not learn when to split: its split rates of the two kinds differ by less than .2.
 - C (a short critical path, with a price on sub-queries; no labels) has a decomposition accuracy of at least .75.
 - A takes at most .7 of the turns of D (one query per search) on parallel questions, with an EM that is not lower.
@@ -21,7 +21,7 @@ Sets `transfer-*` are never trained on.
 from experiments import DATA, Arm, Evaluation, Experiment
 
 EXPERIMENT = Experiment(
-    claim="The published reward teaches a small model when to split real questions, and what to answer.",
+    claim="The terms of the published reward teach a small model when to split real questions, and what to answer.",
     arms={
         "cold start": Arm(trained=False),
         "A": Arm(),
