@@ -123,7 +123,10 @@ class Turn:
 
     @property
     def executed(self) -> tuple[str, ...]:
-        """Those of `queries` whose calls did not fail: a call of no tool, or with wrong arguments, earns no bonus."""
+        """Those of `queries` that can earn a bonus: not calls of no tool, with wrong arguments, or whose tool failed.
+
+        Calls without a response in time can.
+        """
         failed = {i for i, ranking in enumerate(self.passages) for p in ranking if p.id == TOOL_ERROR}
         return tuple(query for i, query in enumerate(self.queries) if i not in failed)
 
