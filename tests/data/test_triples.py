@@ -177,7 +177,7 @@ def test_openings_and_connectives_do_not_reveal_the_kind(made):
 def test_the_seed_decides_and_not_the_order_of_the_triples():
     """Equal seeds give equal questions, in every version, other seeds others."""
     texts = "\n".join(q.text for q in make(seed=3, count=60))
-    assert hashlib.sha256(texts.encode()).hexdigest().startswith("adae4d3e47a4ccb7")
+    assert hashlib.sha256(texts.encode()).hexdigest().startswith("3719276501a704e9")
     assert make(seed=3, count=60) == make(reversed(TRIPLES), seed=3, count=60)
     assert {q.text for q in make(seed=3, count=60)} != {q.text for q in make(seed=4, count=60)}
 
