@@ -2,7 +2,7 @@
 
     python launch/experiment.py baselines --policies=toy,runs/toy-1/policy --seeds=0,1
     python launch/experiment.py baselines --only_tables --out=docs/experiments
-    python launch/experiment.py real --data=DIR --policies=runs/cold_start/policy --steps=80
+    python launch/experiment.py real --data=DIR --policies=runs/cold_start/policy --steps=64
 
 Each run is recorded in OUT/NAME.json when its evaluation is done, and recorded runs are not repeated, so the same
 command resumes. `--only_tables` prints the recorded results. After --minutes, or at SIGTERM, the running training or
