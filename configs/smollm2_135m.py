@@ -37,7 +37,7 @@ def get_config() -> ConfigDict:
             search_turns=4,
             num_buckets=12,
         ),
-        # With the published .15 and .35, two runs learned to guess after one search (docs/results.md).
+        # With the published search_count, .35, two runs learned to guess after one search (docs/results.md).
         reward=dict(decomposition=0.3, search_count=0.05),
         learning=dict(
             mini_batch_rollouts=32,

@@ -123,9 +123,9 @@ class Turn:
 
     @property
     def executed(self) -> tuple[str, ...]:
-        """Those of `queries` that can earn a bonus: not calls of no tool, with wrong arguments, or whose tool failed.
+        """Those of `queries` whose calls did not fail (no such tool, wrong arguments, an error of the tool).
 
-        Calls without a response in time can.
+        A call without a response in time counts as executed. Only executed calls can earn a bonus.
         """
         failed = {i for i, ranking in enumerate(self.passages) for p in ranking if p.id == TOOL_ERROR}
         return tuple(query for i, query in enumerate(self.queries) if i not in failed)

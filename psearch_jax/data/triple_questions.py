@@ -55,7 +55,7 @@ OPENINGS = ("", "Tell me: ", "I would like to know: ", "Could you tell me: ", "P
 SIZES = (2, 2, 2, 3, 4)  # default numbers of names to choose from, drawn uniformly
 SHARES: dict[Kind, float] = {"parallel": 0.5, "sequential": 0.3, "single": 0.2}
 MOST_PER_FACTS = 3  # at most this number of questions of one form about the same facts
-TWINS = 0.25  # share of all questions that are the parallel (or sequential) member of a pair of twins
+TWINS = 0.25  # share of all questions that are the sequential member of a pair of twins; below its share in SHARES
 FORMS: dict[Kind, tuple[str, ...]] = {  # drawn uniformly
     "parallel": ("compare", "has"),
     "sequential": ("bridge", *["bridge_choose"] * 4),
