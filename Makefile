@@ -50,6 +50,7 @@ SMALL_RUN = --config=configs/smollm2_135m.py --config.retrieval.index=$(REAL)/in
 demo-real: $(REAL)/cold_start/policy $(REAL)/test/questions.json | $(USER_STAMP)
 	$(SMALL)train.py $(SMALL_RUN) --config.model.path=$(REAL)/cold_start/policy --config.data.source=$(REAL)/train \
 		--workdir=$(REAL)/run $(ARGS)
+	@[ $(REAL)/results/run -nt $(REAL)/run/checkpoints ] || rm -rf $(REAL)/results/run  # if it was trained further
 	for policy in cold_start run; do $(SMALL)eval.py --model=$(REAL)/$$policy --benchmark=test:$(REAL)/test \
 		--index=$(REAL)/index --count=96 --out=$(REAL)/results/$$policy || exit; done
 

@@ -37,10 +37,4 @@ EXPERIMENT = Experiment(
         "new names": Evaluation(KINDS, 100, ("--config.data.world_seed=1", "--config.data.world_names=new")),
     },
     reference="cold start",
-    figures=(
-        "em",
-        "decomposition_accuracy",
-        "decomposition_ratio",
-        "turns",
-    ),
 )

@@ -24,7 +24,7 @@ from typing import Any
 from experiments import DATA, Evaluation, Experiment
 from experiments.words import accuracy_by_words
 from psearch_jax.eval.benchmarks import CLOSED_WORLD, file_name
-from psearch_jax.eval.evaluate import read_scores
+from psearch_jax.eval.evaluate import read_rows, read_scores
 from psearch_jax.eval.scores import Score, group_by_kind, summarise
 from psearch_jax.runtime.paths import TOYS, read_json, write_atomically
 from psearch_jax.train.checkpointing.settings import WEIGHTS, hash_files
@@ -122,7 +122,9 @@ def run_all(plan: Plan, policies: Sequence[str], seeds: Sequence[int], arms: Seq
                 run = f"{name}/{i}/{seed if plan.experiment.arms[name].trained else 0}"
                 if run not in record["runs"]:
                     print(f"{run}: {plan.file.name}", file=sys.stderr, flush=True)
-                    record["runs"][run] = make_run(plan, run, path, starts[i])
+                    made = make_run(plan, run, path, starts[i])
+                    record = open_record(plan, starts)  # another call may have added runs of other arms
+                    record["runs"][run] = made
                     write_atomically(plan.file, json.dumps(record, indent=1) + "\n")
     return record
 
@@ -254,13 +256,13 @@ def by_question(scores: Sequence[Score]) -> dict[str, str]:
 
 def copy_curve(metrics: Path, to: Path) -> None:
     """Copies a run's metrics, of a long run every n-th step."""
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    write_atomically(to, "".join(lines[:: max(1, -(-metrics.stat().st_size // CURVE_BYTES))]))
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    write_atomically(to, b"".join(lines[:: max(1, -(-metrics.stat().st_size // CURVE_BYTES))]))
 
 
 def write_rollouts(rows: Path, to: Path) -> None:
     """Writes five rollouts of an evaluation: three wrong and two right ones, with the titles of the passages."""
-    by_em = sorted(map(json.loads, rows.read_text(encoding="utf-8").splitlines()), key=lambda row: row["em"])
+    by_em = sorted((row for row, _ in read_rows(rows)), key=lambda row: row["em"])
     lines = []
     for row in by_em[:3] + by_em[3:][-2:]:
         lines += ["", row["question"], f"{row['kind']}, {row['status']}, EM {row['em']:g}: {row['golden_answers']}"]
@@ -297,7 +299,8 @@ def run_until(deadline: float, program: str, *arguments: str) -> None:
     if left <= 0:
         raise Stopped
     command = [sys.executable, str(ROOT / "launch" / program), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path}
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     done = subprocess.Popen(command, cwd=ROOT, text=True, env=environment, **streams)
     try:

@@ -32,7 +32,7 @@ def main() -> int:
 
     try:
         import_module(f"benchmarks.{sys.argv[1]}").main(sys.argv[2:])
-    except (UserError, CorpusError, RetrievalError) as error:
+    except (UserError, CorpusError, RetrievalError, OSError) as error:
         print(f"bench {sys.argv[1]}: {error}", file=sys.stderr)
         return 2
     return 0

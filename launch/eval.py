@@ -196,7 +196,7 @@ def main(_: list[str]) -> None:
         sampling["gold_passages"] = True
     retriever = parts.collector.retriever
     passages = processes.broadcast(lambda: retriever.describe() if retriever else {})
-    settings = policy_settings(parts.config, parts.tokenizer, parts.params, passages)
+    settings = policy_settings(parts.config, parts.tokenizer, parts.params, passages, parts.describe_code())
     weights = parts.sampling_weights()
 
     roll_out = functools.partial(

@@ -5,7 +5,7 @@
     python launch/prepare_data.py --source=made:triples:FILE --corpus=CORPUS.jsonl --questions=2000 --out=DIR
     python launch/train.py --config=configs/qwen7b.py --config.data.source=DIR ...
 
-FILE is FlashRAG jsonl, a set's own JSON array, or Search-R1 parquet. `tfds:BUILDER:SPLIT` reads a set of TensorFlow
+FILE is FlashRAG jsonl, a set's own JSON array, or parquet. `tfds:BUILDER:SPLIT` reads a set of TensorFlow
 Datasets. `triples:FILE` makes questions from evidence triples (docs/data.md). DIR gets questions.array_record, whose
 rows are JSON objects, and questions.json with their counts. CORPUS.jsonl gets the paragraphs in the files' `context`.
 """

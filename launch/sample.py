@@ -100,7 +100,7 @@ def main(_: list[str]) -> None:
     weights = parts.sampling_weights()
     retriever = parts.collector.retriever
     passages = processes.broadcast(lambda: retriever.describe() if retriever else {})
-    settings = policy_settings(parts.config, parts.tokenizer, parts.params, passages) | {
+    settings = policy_settings(parts.config, parts.tokenizer, parts.params, passages, parts.describe_code()) | {
         "questions": questions_digest(questions),
         "sampling": {"samples": SAMPLES.value, "temperature": TEMPERATURE.value, "seed": SEED.value},
         "selection": {"keep": KEEP.value, "min_reward": MIN_REWARD.value},

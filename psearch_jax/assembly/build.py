@@ -96,6 +96,15 @@ class Engine:
         """The policy as the sampler reads it."""
         return self.collector.sampler.weights(self.sampling_copy())
 
+    def describe_code(self) -> dict[str, tuple[str, str]]:
+        """For each config field that may name a user's code for rollouts, what it names and a fingerprint of that."""
+        service = self.config.retrieval.service
+        return {
+            "retrieval.service": (service, load_object(service, SERVICE)[1] if service else ""),
+            "rollout.dialect": describe_dialect(self.config.rollout),
+            "rollout.tools": describe_tools(self.config.rollout, self.collector.tools),
+        }
+
     def describe(self) -> str:
         """One line that describes the model and the devices."""
         count = sum(x.size for x in jax.tree.leaves(self.params))
@@ -245,17 +254,15 @@ def _describe_inputs(
 ) -> dict[str, tuple[str, str]]:
     """For each field with `Resume.SAME_CONTENT`, the path it names and a fingerprint of the content."""
     data, index, corpus = config.data, config.retrieval.index, config.retrieval.corpus
-    scripted, service = config.train.scripted, config.retrieval.service
+    scripted = config.train.scripted
     template = "" if data.prompts_in_rows else load_template(data.template)
-    return describe_policy(config.model, parts.path, parts.tokenizer) | {
+    described = describe_policy(config.model, parts.path, parts.tokenizer) | parts.describe_code()
+    return described | {
         "data.source": (data.source, questions),
         "data.validation": (data.validation, questions_digest(evaluation) if data.validation else ""),
         "data.template": (data.template, settings.hash_texts(template)),
         "retrieval.index": (index, settings.hash_files(index, ("**/manifest.json",)) if index else ""),
         "retrieval.corpus": (corpus, settings.hash_files(corpus) if corpus else ""),
-        "retrieval.service": (service, load_object(service, SERVICE)[1] if service else ""),
-        "rollout.dialect": describe_dialect(config.rollout),
-        "rollout.tools": describe_tools(config.rollout, parts.collector.tools),
         "train.scripted": (scripted, settings.hash_files(scripted) if scripted else ""),
         "reward.terms": (config.reward.terms, settings.hash_texts(*(term.identity for term in terms))),
         "learning.teacher": (teacher, settings.hash_files(teacher, settings.WEIGHTS) if teacher else ""),

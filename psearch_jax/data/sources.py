@@ -5,8 +5,8 @@ jsonl        {"id", "question", "golden_answers": [..], "metadata": {"type": ..}
 JSON array   HotpotQA's and 2WikiMultiHopQA's own {"_id", "question", "answer", "type"}; MultiHop-RAG's
              {"query", "answer", "question_type"}, which has no ids: a question's index in the array is its id
 jsonl        BrowseComp-Plus's decrypted {"query_id", "query", "answer"}
-parquet      columns `data_source`, `prompt` (chat messages), `reward_model.ground_truth.target` and `extra_info` with
-             `index` and `type`
+parquet      the columns of these rows, or Search-R1's `data_source`, `prompt` (chat messages),
+             `reward_model.ground_truth.target` and `extra_info` with `index` and `type`
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _ANSWERS = ("golden_answers", "answer", "reward_model.ground_truth.target")
 _LABELS = ("type", "question_type", "extra_info.type", "metadata.type")
 # Precedes the question in a prompt made by Search-R1's scripts.
 _QUESTION_MARK = "Question:"
-_PARQUET_COLUMNS = ("id", "question", "data_source", "prompt", "reward_model", "extra_info", "metadata")
-_ACCEPTED = "FlashRAG jsonl, a JSON array of questions, or Search-R1 parquet"
+_OTHER_COLUMNS = ("data_source", "prompt", "metadata", "answer_aliases", "evidences", "supporting_facts")
+_PARQUET_COLUMNS = {field.partition(".")[0] for field in (*_IDS, *_TEXTS, *_ANSWERS, *_LABELS, *_OTHER_COLUMNS)}
+_ACCEPTED = "FlashRAG jsonl, a JSON array of questions, or parquet"
 _BOM = b"\xef\xbb\xbf"
 # What precedes an element of a JSON array, or, as a group, the end of the array.
 _BEFORE_FIRST, _BEFORE_NEXT = re.compile(r"\s*\[\s*(\]\s*)?"), re.compile(r"\s*(?:,\s*|(\]\s*))")
@@ -218,7 +219,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with path.open("rb") as opened:
             file = pyarrow.parquet.ParquetFile(opened)
-            columns = [name for name in _PARQUET_COLUMNS if name in file.schema_arrow.names]
+            columns = [name for name in file.schema_arrow.names if name in _PARQUET_COLUMNS]
             batches = file.iter_batches(1024, columns=columns)
             for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
                 yield f"{path}:{number}", row

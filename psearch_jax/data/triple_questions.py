@@ -111,6 +111,7 @@ class QuestionMaker:
         for fact in facts:
             self.facts.setdefault(fact.relation, []).append(fact)
         self.made: dict[str, Question] = {}  # by normalised text
+        self.counts: Counter[Kind] = Counter()
         self.uses: Counter[tuple[str, frozenset[Triple]]] = Counter()  # questions by form and facts
 
     def add_questions(self, kind: Kind, twin: Kind | None, wanted: int) -> None:
@@ -119,7 +120,7 @@ class QuestionMaker:
         With `twin`, each is added together with a question of that kind that has the same signature.
         """
         failures = 0
-        while failures < 40 and sum(question.kind == kind for question in self.made.values()) < wanted:
+        while failures < 40 and self.counts[kind] < wanted:
             failures += 1
             drafts = list(filter(None, map(self.draft, [kind, twin] if twin else [kind])))
             if len(drafts) < (2 if twin else 1):
@@ -131,6 +132,7 @@ class QuestionMaker:
                     form, text = question.metadata["form"], self.pick([t for t in texts if signature(t) == chosen])
                     identifier = f"{form}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
                     self.made[normalise(text)] = replace(question, id=identifier, text=text)
+                    self.counts[question.kind] += 1
                     self.uses[form, facts] += 1
 
     def draft(self, kind: Kind) -> Draft | None:

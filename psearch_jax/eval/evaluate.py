@@ -169,13 +169,18 @@ def sum_all_bits(params: Any) -> jax.Array:
 
 
 def policy_settings(
-    config: Config, tokenizer: Tokenizer, params: nnx.State, passages: Mapping[str, Any]
+    config: Config,
+    tokenizer: Tokenizer,
+    params: nnx.State,
+    passages: Mapping[str, Any],
+    code: Mapping[str, tuple[str, str]],
 ) -> dict[str, Any]:
     """The settings and contents on which a policy's rollouts depend, to be recorded with them.
 
     Args:
       config: with the scale of the adapters in `params`, if there are any.
       passages: as `Retriever.describe` returns them; empty without a retriever.
+      code: by config field, the code that it names, and a fingerprint of its content.
     """
     config = with_method(config)
     sections = asdict(config)
@@ -185,8 +190,11 @@ def policy_settings(
     settings |= {name: sections[name] for name in ("method", "data", "rollout")}
     if not config.data.prompts_in_rows:  # a file of the same name may have other contents
         settings["template"] = hashlib.sha256(load_template(config.data.template).encode()).hexdigest()
-    # Without url: a server may move. What identifies the passages and their ranking is in `passages`.
-    retrieval = {name: sections["retrieval"][name] for name in ("index", "corpus", "topk", "max_sub_queries")}
+    settings["code"] = {field: digest for field, (named, digest) in code.items() if named}
+    # Without the url of a server that describes its passages: it may move.
+    names = ("index", "corpus", "topk", "max_sub_queries", "service")
+    names += () if passages.get("corpus_sha256") else ("url",)
+    retrieval = {name: sections["retrieval"][name] for name in names}
     return settings | {"retrieval": retrieval | {k: v for k, v in passages.items() if k != "corpus"}}
 
 
@@ -201,7 +209,7 @@ def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int
     `ids`, `mask` (1: sampled) and `logprobs` have the same length. `reward` has its terms and their `total`, or
     is empty if `reward` is None. `source`, `question` and `golden_answers` are for human readers.
     """
-    t, question = trajectory, trajectory.question
+    t, question, scored = trajectory, trajectory.question, score(trajectory)
     return {
         "question_id": question.id,
         "source": question.source,
@@ -211,6 +219,8 @@ def trajectory_row(trajectory: Trajectory, reward: RewardParts | None, step: int
         "sample": t.sample,
         "step": step,
         "status": t.status,
+        "em": scored.em,
+        "first_sub_queries": scored.first_sub_queries,
         **({"scripted": True} if t.scripted else {}),
         "reward": {**reward.terms, "total": reward.total} if reward else {},
         "turns": [turn_row(turn) for turn in t.turns],

@@ -40,7 +40,7 @@ def draw_training(runs: Sequence[RunFiles]) -> Iterator[Any]:
         for r, run in enumerate(runs):
             for at, (name, metric) in enumerate(lines.items()):
                 points = [(row["step"], row[metric]) for row in run.rows if row.get(metric) is not None]
-                if not any(value for _, value in points):
+                if not points or (metric.startswith("status/") and not any(value for _, value in points)):
                     continue
                 color, dash = (r, at) if len(runs) > 1 else (at, 0)
                 figure.add_scatter(

@@ -14,8 +14,6 @@ import orjson
 
 from psearch_jax.report.runs import RunFiles, read_lines
 from psearch_jax.runtime.paths import packaged
-from psearch_jax.text.answers import exact_match
-from psearch_jax.text.tags import parse_turn
 from psearch_jax.text.tokenizer import Tokenizer
 from psearch_jax.types import UserError
 
@@ -75,16 +73,12 @@ def describe_rollout(row: Mapping[str, Any], tokenizer: Tokenizer | None) -> dic
     tokenizer they are the texts of the turns with the titles of the passages.
     """
     turns = row["actions"] if "actions" in row else row["turns"]  # in an evaluation `turns` is a count
-    sampled = [turn for turn in turns if turn["n_sampled"]]
-    searches = [turn["queries"] for turn in sampled if turn["queries"]]
-    answer = parse_turn(sampled[-1]["text"]).answer if sampled and row["status"] == "answered" else None
-    first = len(searches[0]) if searches else 0
     return {
         "question": row["question"],
         "kind": row["kind"],
-        "correct": "correct" if exact_match(answer, row["golden_answers"]) else "incorrect",
+        "correct": "correct" if row["em"] else "incorrect",
         "status": row["status"],
-        "split": ("no search", "not split", "split")[min(first, 2)],
+        "split": ("no search", "not split", "split")[min(row["first_sub_queries"], 2)],
         "sample": row["sample"],
         "gold": row["golden_answers"],
         "reward": row.get("reward") or {},

@@ -173,9 +173,13 @@ class Toolbox:
         tool, arguments = self._by_name[call.tool], json.loads(call.text)
         if self.budget and call.number >= self.budget:
             return {}, f"all {self.budget} calls of {tool.name} were made"
-        error = best_match(jsonschema.Draft202012Validator(tool.parameters).iter_errors(arguments))
+        try:
+            error = best_match(jsonschema.Draft202012Validator(tool.parameters).iter_errors(arguments))
+        except RecursionError:
+            return arguments, "arguments: nested too deeply"
+        # str(error) would format the complete arguments, which fails if they are nested deeply
         where = "" if error is None else ".".join(map(str, error.path)) or "arguments"
-        return arguments, "" if error is None else f"{where}: {first_line(error)}"
+        return arguments, "" if error is None else f"{where}: {error.message}"
 
     def _start(self, tool: Tool, arguments: Sequence[Arguments]) -> Future | None:
         """Starts a batch in the background; None if the last one has not ended, since a batch that hangs stays."""

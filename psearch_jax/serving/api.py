@@ -32,6 +32,8 @@ class Function(BaseModel):
             jsonschema.Draft202012Validator.check_schema(parameters)
         except jsonschema.SchemaError as error:
             raise ValueError(f"tools.function.parameters: not a JSON schema: {error.message}") from None
+        except RecursionError:
+            raise ValueError("tools.function.parameters: nested too deeply") from None
         if parameters.get("type") != "object":
             raise ValueError("tools.function.parameters: expected a JSON schema of type object")
         return parameters

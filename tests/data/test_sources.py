@@ -114,6 +114,7 @@ FORMATS = {
     "MuSiQue": ("jsonl", MUSIQUE, ("3hop2__1_2_3", "mixed", {})),
     "MuSiQue of FlashRAG": ("jsonl", row(metadata={"id": "4hop1__1_2"}), ("q0", "sequential", {"id": "4hop1__1_2"})),
     "a MuSiQue id with a label": ("jsonl", row(id="3hop2__1_2"), ("3hop2__1_2", "parallel", {"type": "comparison"})),
+    "FlashRAG as parquet": ("parquet", row(), ("q0", "parallel", {"type": "comparison"})),
     "Search-R1": ("parquet", {**parquet_row(), **SEARCH_R1}, ("0", "sequential", {"type": "bridge"})),
 }
 

@@ -132,21 +132,25 @@ def test_other_gold_facts_are_another_evaluation(tmp_path):
 
 
 def test_settings_of_a_policy_name_what_changes_its_rollouts(tiny_tokenizer, tmp_path):
-    """The contents of the prompt, the ranking, sub-queries, the tokenizer and the scale of adapters are settings."""
+    """Prompt, own code, passages, sub-queries, the tokenizer and the scale of adapters are settings, by content."""
     shape, prompt = tiny_config(), tmp_path / "prompt.txt"
     params = lora.join_adapters(random_params(shape), lora.init_adapters(shape, Lora(2, 4.0), 0))
     other = copy.copy(tiny_tokenizer)
     other.identity = (*tiny_tokenizer.identity[:1], "[0]", tiny_tokenizer.identity[2])
 
-    def settings(text="As asked: {question}", ranking="r", tokenizer=tiny_tokenizer, **changes):
+    def settings(text="As asked: {question}", ranking="r", tokenizer=tiny_tokenizer, code="", corpus="c", **changes):
         prompt.write_text(text)
         config = from_mapping({"data": {"template": str(prompt)}, **changes})
-        passages = {"corpus": "c", "ranking_sha256": ranking, "rows": 3}
-        return json.dumps(policy_settings(config, tokenizer, params, passages), sort_keys=True)
+        passages = {"corpus": corpus, "corpus_sha256": corpus, "ranking_sha256": ranking, "rows": 3}
+        own = {"rollout.tools": ("tools.py:ROLL", code)}
+        return json.dumps(policy_settings(config, tokenizer, params, passages, own), sort_keys=True)
 
     changes = [{"text": "Briefly: {question}"}, {"ranking": "s"}, {"tokenizer": other}]
-    changes += [{"retrieval": {"max_sub_queries": 1}}, {"model": {"lora_alpha": 8.0}}]
+    changes += [{"retrieval": {"max_sub_queries": 1}}, {"model": {"lora_alpha": 8.0}}, {"code": "another file"}]
+    changes += [{"retrieval": {"service": f"{name}.py:Own"}} for name in "ab"]
+    changes += [{"corpus": None, "retrieval": {"url": f"http://{host}/retrieve"}} for host in ("a", "b")]
     assert len({settings(), *(settings(**change) for change in changes)}) == 1 + len(changes)
+    assert settings(retrieval={"url": "http://a/retrieve"}) == settings(), "a server that describes its passages moves"
     assert settings(model={"lora_rank": 2}) == settings()  # which the weights tell
     assert json.loads(settings())["retrieval"]["corpus"] == "", "the config's field, not the name that a server gives"
 

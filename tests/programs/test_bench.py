@@ -75,3 +75,8 @@ def test_the_device_benchmark_measures_every_program(tmp_path):
 def test_other_names_are_refused():
     done = completed([sys.executable, PROGRAM, "retreival"])
     assert done.returncode == 2 and "accepted: rollout, update, retrieval, recall, device" in done.stderr
+
+
+def test_a_missing_file_is_one_line():
+    done = completed([sys.executable, PROGRAM, "recall", "--questions=nowhere.jsonl", "--corpus=nowhere.jsonl"])
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "nowhere.jsonl" in done.stderr

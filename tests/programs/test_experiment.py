@@ -105,6 +105,19 @@ def test_a_record_of_other_settings_is_refused(tmp_path):
             running.open_record(replace(plan, **changes), [start])
 
 
+def test_calls_for_different_arms_share_a_record(tmp_path, monkeypatch):
+    """A run that another call recorded meanwhile is kept."""
+    plan = running.Plan(replace(EXPERIMENT, arms={"a": Arm(), "b": Arm()}), tmp_path / "x.json", tmp_path, 3)
+
+    def make_run(plan, label, policy, start):
+        if label == "a/0/0":
+            running.run_all(plan, ["toy"], [0], ["b"])
+        return {"after": {}}
+
+    monkeypatch.setattr(running, "make_run", make_run)
+    assert set(running.run_all(plan, ["toy"], [0], ["a"])["runs"]) == {"a/0/0", "b/0/0"}
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -163,7 +176,12 @@ def make_data(directory):
         for kind, text in asked.items():
             metadata = {"type": kind, "evidences": [[a, "born", "1815"]]}
             rows.append(
-                {"question": text.format(a, b), "golden_answers": [a], "metadata": metadata, "id": f"{number}{kind}"}
+                {
+                    "question": text.format(a, b),
+                    "golden_answers": [a, "\u2028"],
+                    "id": f"{number}{kind}",
+                    "metadata": metadata,
+                }
             )
     directory.mkdir()
     for name, part in {"train": rows[:16], "test": rows[16:22], "transfer-own": rows[22:]}.items():

@@ -9,6 +9,7 @@ import logging
 import re
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from programs import completed
 from psearch_jax.eval.evaluate import evaluate_benchmarks, trajectory_row, write_results
 from psearch_jax.eval.scores import figures, score
 from psearch_jax.eval.tables import results
-from psearch_jax.report import page, rollouts
+from psearch_jax.report import charts, page, rollouts
 from psearch_jax.report.runs import read_lines, read_runs
 from psearch_jax.runtime.metrics import MetricsWriter
 from psearch_jax.text import tags
@@ -131,6 +132,14 @@ def test_rollouts_are_shown_as_sampled(run, html, tiny_tokenizer):
     assert (first.em > 0, first.split) == (shown[0]["correct"] == "correct", shown[0]["split"] == "split")
     assert shown[0]["reward"] == {"outcome": 1.0, "short_answers": 0.5, "total": 1.5}
     assert "kl_high, 1 steps, first at step 2" in html and "0.500 -&gt; 0.900" not in html and "0.900" in html
+
+
+def test_a_share_of_zero_is_drawn(run):
+    """A run that never splits is a line at 0, not missing."""
+    (described,) = read_runs([run])
+    rows = [{**row, "split/parallel": 0.0} for row in described.rows]
+    drawn = {figure.layout.title.text: figure.data for figure in charts.draw_training([replace(described, rows=rows)])}
+    assert [list(line.y) for line in drawn["Questions split"]] == [[0.0] * 4]
 
 
 def test_hostile_texts_stay_text(html, run, tmp_path, tiny_tokenizer):

@@ -44,6 +44,7 @@ def test_every_tool_gets_one_batch(monkeypatch):
         (Call("search", ""), "query: a text is required"),
         (Call("calculator", "{}"), "'expression' is a required property"),
         (Call("calculator", '{"expression": 5}'), "expression: 5 is not of type 'string'"),
+        (Call("calculator", f'{{"expression": {"[" * 500}{"]" * 500}}}'), "expression: [[[["),
         (Call("calculator", '{"expression": "1 +"}'), "invalid syntax"),
         (Call("calculator", '{"expression": "1 + 1"}', 2), "all 2 calls of calculator were made"),
     ],

@@ -25,6 +25,10 @@ CALLED = THINK + "\n".join(
     f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in BORN
 )
 
+DEEP: dict = {"type": "object"}
+for _ in range(150):
+    DEEP = {"type": "object", "not": DEEP}
+
 
 @pytest.fixture(scope="module")
 def served(tiny_tokenizer):
@@ -94,6 +98,7 @@ def test_a_reply_in_plain_text_and_one_that_was_cut(served):
 @pytest.mark.parametrize(
     ("tools", "named"),
     [
+        ([{"type": "function", "function": {"name": "a", "parameters": DEEP}}], "nested too deeply"),
         ([{"type": "function", "function": {"name": "a b"}}], "tools.0.function.name"),
         ([{"type": "function"}], "tools.0.function"),
         ([{"type": "web_search"}], "tools.0.type"),
