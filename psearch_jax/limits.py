@@ -117,10 +117,6 @@ def _validate_learning(config: Config) -> None:
         f"{mini_batch} must be a multiple of rollout.samples={r.samples}, because groups are never split",
     )
     _require(
-        le.mini_batch_rollouts % le.micro_batch_rows == 0,
-        f"{mini_batch} must be a multiple of micro_batch_rows={le.micro_batch_rows}",
-    )
-    _require(
         t.prompts * r.samples % le.mini_batch_rollouts == 0,
         f"{mini_batch} must divide train.prompts x rollout.samples = {t.prompts * r.samples}, so that all optimizer "
         "steps have the same size",

@@ -85,8 +85,7 @@ CLOSED = {"source": "closed_world"}
         # fields that do not agree
         ({"rollout": {"prompt_tokens": 9000}}, ["prompt_tokens=9000", "context_tokens=6196"]),
         ({"rollout": {"samples": 1}}, ["config.rollout.samples=1", "at least 2"]),
-        ({"learning": {"mini_batch_rollouts": 258, "micro_batch_rows": 1}}, ["258", "samples=5", "group"]),
-        ({"learning": {"mini_batch_rollouts": 255, "micro_batch_rows": 2}}, ["255", "micro_batch_rows=2"]),
+        ({"learning": {"mini_batch_rollouts": 258}}, ["258", "samples=5", "group"]),
         ({"train": {"prompts": 2}, "learning": {"mini_batch_rollouts": 20}}, ["20", "10"]),
         ({"rollout": {"top_p": 0.9}}, ["top_p=0.9", "accepted in training: top_p=1"]),
         ({"rollout": {"top_k": 50}, "learning": {"importance_cap": 2.0}}, ["top_k=50", "another distribution"]),

@@ -24,7 +24,7 @@ from psearch_jax.assembly.programs import make_sampler
 from psearch_jax.assembly.questions import load_questions, make_world
 from psearch_jax.assembly.tools import describe_dialect, describe_tools, make_dialect, make_tools
 from psearch_jax.closed_world.encyclopedia import ClosedWorld
-from psearch_jax.config import Config, DecoderConfig, Method, with_method
+from psearch_jax.config import Config, DecoderConfig, LearningSection, Method, with_method
 from psearch_jax.data.loader import QuestionLoader
 from psearch_jax.data.transcripts import read_trajectories
 from psearch_jax.eval.evaluate import questions_digest
@@ -70,6 +70,8 @@ from retrieval.protocol import Retriever
 
 log = logging.getLogger("psearch_jax")
 SERVICE = "config.retrieval.service"
+# The settings of the ratio of policy to old policy, with their defaults.
+OF_RATIO = {name: getattr(LearningSection(), name) for name in ("ratio", "clip_low", "clip_high")}
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,9 @@ def training_run(config: Config) -> Run:
     learning, adapters, mesh = config.learning, config.model.lora, parts.mesh
     if config.train.staleness and not learning.importance_cap and learning.old_logprobs != "sampler":
         log.warning("rollouts are sampled with older weights without a correction: set learning.importance_cap=2")
+    without_effect = [f"{k}={getattr(learning, k)}" for k in OF_RATIO if getattr(learning, k) != OF_RATIO[k]]
+    if without_effect and updates_per_step(config) == 1 and learning.old_logprobs == "trainer":
+        log.warning("%s: no effect with one update per step, where the ratio is 1", ", ".join(without_effect))
     recording = Recording(config.train.replay) if config.train.replay else None
     questions, evaluation = load_questions(config, parts.world)
     try:
@@ -200,7 +205,10 @@ def training_run(config: Config) -> Run:
     teacher, reference, teacher_path = None, None, ""
     if learning.teacher:
         teacher, reference, teacher_path = load_teacher(config, mesh, parts.tokenizer)
-        check_run(config, teacher, mesh, None, jax.process_count())
+        try:
+            check_run(config, teacher, mesh, None, jax.process_count())
+        except UserError as error:
+            raise UserError(f"config.learning.teacher={learning.teacher}: {error}") from None
     learner = Learner(
         config, parts.model, optimizer, mesh, n_ids, base=base, rollout_mesh=rollout_mesh, teacher=teacher
     )
@@ -245,7 +253,7 @@ def training_run(config: Config) -> Run:
         critic=critic,
         recording=recording,
         lora=checkpoint.lora_record(config.model, config.seed, parts.path),
-        settings=settings.record(config, contents, unused="sft"),
+        settings=settings.record(config, contents, unused=("sft",)),
     )
 
 
@@ -263,7 +271,7 @@ def _describe_inputs(
         "data.template": (data.template, settings.hash_texts(template)),
         "retrieval.index": (index, settings.hash_files(index, ("**/manifest.json",)) if index else ""),
         "retrieval.corpus": (corpus, settings.hash_files(corpus) if corpus else ""),
-        "train.scripted": (scripted, settings.hash_files(scripted) if scripted else ""),
+        "train.scripted": (scripted, settings.hash_files(scripted) if scripted and not config.train.replay else ""),
         "reward.terms": (config.reward.terms, settings.hash_texts(*(term.identity for term in terms))),
         "learning.teacher": (teacher, settings.hash_files(teacher, settings.WEIGHTS) if teacher else ""),
     }

@@ -30,6 +30,8 @@ from psearch_jax.train.checkpointing import checkpoint, settings
 from psearch_jax.train.state import init_state
 from psearch_jax.types import UserError
 
+UNREAD = ("critic", "eval", "learning", "reward", "train")  # sections with no setting that changes the result
+
 
 def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
     """Builds everything that sft/trainer.py needs; `transcripts` are jsonl files, separated by commas.
@@ -92,7 +94,7 @@ def supervised_run(config: Config, transcripts: str) -> SupervisedRun:
         record={
             "model": checkpoint.model_record(model),
             "tokenizer": tokenizer.directory,
-            "settings": settings.record(config, contents),
+            "settings": settings.record(config, contents, unused=UNREAD),
             **({"lora": checkpoint.lora_record(m, config.seed, path)} if m.lora else {}),
         },
         checkpoint_every_steps=config.train.checkpoint_every_steps,

@@ -47,7 +47,7 @@ def load_teacher(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> tuple[Deco
       UserError: it has another tokenizer than the policy; its weights are not loaded then.
     """
     named = config.learning.teacher
-    path = hf.resolve(named)
+    path = hf.resolve(named, "config.learning.teacher")
     if Tokenizer.load(path).fingerprint != tokenizer.fingerprint:
         raise UserError(
             f"config.learning.teacher={named}: its tokenizer is not the policy's ({tokenizer.name}), accepted: a "

@@ -309,7 +309,8 @@ class LearningSection:
     old_logprobs: Literal["trainer", "sampler"] = setting(
         "trainer",
         "Source of the old policy's log-probs. `trainer`: computed before a step's first update, or in the update "
-        "itself if the step has only one; `sampler`: recorded while sampling, which saves a pass over the batch.",
+        "itself if the step has only one; `sampler`: recorded while sampling, which saves a pass over the batch if "
+        "there are several updates.",
     )
     ratio: Literal["token", "sequence"] = setting(
         "token", "Ratio of policy to old policy per token, or per trajectory (GSPO)."

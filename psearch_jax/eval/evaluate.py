@@ -190,7 +190,7 @@ def policy_settings(
     settings |= {name: sections[name] for name in ("method", "data", "rollout")}
     if not config.data.prompts_in_rows:  # a file of the same name may have other contents
         settings["template"] = hashlib.sha256(load_template(config.data.template).encode()).hexdigest()
-    settings["code"] = {field: digest for field, (named, digest) in code.items() if named}
+    settings |= {"code": {field: digest for field, (named, digest) in code.items() if named}}
     # Without the url of a server that describes its passages: it may move.
     names = ("index", "corpus", "topk", "max_sub_queries", "service")
     names += () if passages.get("corpus_sha256") else ("url",)

@@ -48,7 +48,7 @@ def locate_recorded_model(path: str, name: str, file: str = "config.json") -> st
     return name if name and (Path(name).is_dir() or hub.reachable(name, file)) else None
 
 
-def resolve(path: str) -> str:
+def resolve(path: str, field: str = "config.model.path") -> str:
     """The local directory of a model: a policy that ships, `path` itself, or a hub id's snapshot (fetched if needed).
 
     Raises:
@@ -59,8 +59,8 @@ def resolve(path: str) -> str:
     if Path(path).is_dir():
         return path
     if not hub.is_hub_id(path):
-        raise UserError(f"config.model.path: {path!r} is not a directory, accepted: an HF directory or a hub id")
-    return hub.snapshot(path, ["*.json", "*.safetensors", "*.txt", "*.jinja"], "config.model.path")
+        raise UserError(f"{field}: {path!r} is not a directory, accepted: an HF directory or a hub id")
+    return hub.snapshot(path, ["*.json", "*.safetensors", "*.txt", "*.jinja"], field)
 
 
 def load_hf(

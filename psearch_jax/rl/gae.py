@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-GAMMA = 1.0  # a token is not discounted for the tokens that follow it, as published
-
 EPSILON = 1e-8
 
 
@@ -32,12 +30,12 @@ def token_rewards(
 
 
 def estimate_advantages(
-    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, gae_lambda: float
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gae_lambda: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimation (arXiv 1506.02438 eq. 16), and the returns as the critic's targets.
+    """Generalised advantage estimation (arXiv 1506.02438 eq. 16, undiscounted) and returns, as the critic's targets.
 
     Only sampled tokens are actions. Tokens between two of them, such as a passage, are part of the one transition from
-    the first to the second and add no discount. The value after the last sampled token is 0, even for a truncated
+    the first to the second. The value after the last sampled token is 0, even for a truncated
     trajectory.
 
     Args:
@@ -55,7 +53,7 @@ def estimate_advantages(
     ordered = np.zeros_like(r)
     following = value = np.zeros(len(r))  # advantage and value at the next sampled token
     for k in reversed(range(int(valid.sum(axis=1).max(initial=0)))):
-        following = np.where(valid[:, k], r[:, k] + gamma * value - v[:, k] + gamma * gae_lambda * following, 0.0)
+        following = np.where(valid[:, k], r[:, k] + value - v[:, k] + gae_lambda * following, 0.0)
         ordered[:, k], value = following, v[:, k]
     out, returns = np.zeros_like(r), np.zeros_like(r)
     np.put_along_axis(out, order, ordered, axis=1)

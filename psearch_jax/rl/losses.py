@@ -17,6 +17,7 @@ from psearch_jax.types import MicroBatch, TrainBatch
 
 METRICS = ("loss", "kl", "entropy", "clip_fraction", "ratio", "logp_gap", "importance", "importance_squared")
 VALUE_METRICS = ("loss", "value", "clip_fraction")
+VALUE_CLIP = 0.5  # a value that moves further than this in one step does not lower the loss
 MAX_LOG_RATIO = 20.0  # exp(20) is finite in float32, so a diverged ratio does not make the update NaN
 NO_KL = np.inf  # as the reference's log-prob of a token, which a log-prob cannot be: the token has no KL term
 MAX_KL = 10.0  # of a token, as in verl: one token that the policy has nearly unlearned does not dominate the loss
@@ -133,16 +134,15 @@ def policy_loss(
     return loss, metrics | {name: Ratio(jnp.sum(values), tokens) for name, values in means.items()}
 
 
-def value_loss(values: jax.Array, batch: MicroBatch, clip: float) -> tuple[Ratio, dict[str, Ratio]]:
-    """The mean of 0.5 * max((values - returns)^2, (clipped - returns)^2), clipped = clip(values, old +- clip).
+def value_loss(values: jax.Array, batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
+    """The mean of 0.5 * max((values - returns)^2, (clipped - returns)^2), clipped = clip(values, old +- VALUE_CLIP).
 
-    A value gains nothing by moving further than `clip` in one step (as in PPO's reference code; 0: no clipping). All
-    sampled tokens weigh the same.
+    This is as in PPO's reference code. All sampled tokens weigh the same.
 
     Args:
       batch: `values` are the old ones, `returns` the targets.
     """
-    near = jnp.clip(values, batch.values - clip, batch.values + clip) if clip else values
+    near = jnp.clip(values, batch.values - VALUE_CLIP, batch.values + VALUE_CLIP)
     plain, clipped = (values - batch.returns) ** 2, (near - batch.returns) ** 2
     tokens = jnp.sum(batch.mask)
     loss = Ratio(0.5 * jnp.sum(jnp.maximum(plain, clipped) * batch.mask), tokens)

@@ -102,7 +102,7 @@ def format_term(parsed: Parsed, reward: RewardSection) -> float:
 
 
 def decomposition_term(parsed: Parsed, reward: RewardSection) -> float:
-    """3 * weight for splitting a parallel question, weight for not splitting a sequential or single one, else 0."""
+    """3 * weight for splitting a parallel question, weight for not splitting any other, else 0."""
     if parsed.trajectory.question.kind == "parallel":
         earned = 3 * reward.decomposition if parsed.decomposed else 0.0
     else:

@@ -38,10 +38,9 @@ def open_server(target: str, timeout_s: float) -> list[Tool]:
             "'psearch-jax[mcp]'`"
         ) from error
     is_url = target.startswith(("http://", "https://"))
-    command = [] if is_url else shlex.split(target)
-    server = target if is_url else StdioServerParameters(command=command[0], args=command[1:])
-    connection = _Connection(server)
     try:
+        command = [] if is_url else shlex.split(target)
+        connection = _Connection(target if is_url else StdioServerParameters(command=command[0], args=command[1:]))
         listed = connection.submit(_list_tools).result(OPENING_S)
     except Exception as error:
         raise UserError(

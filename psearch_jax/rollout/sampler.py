@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,7 +181,7 @@ class Sampler:
         span: int | None = None,
         *,
         refill: bool = False,
-        awaiting_search: int = 0,
+        awaiting_search: Iterable[int] = (),
         max_steps: int = NO_STEP_LIMIT,
     ) -> SamplerState:
         """Samples until no row is running or enough rows wait. Below temperature 1e-6 greedily (log-probs at 1).
@@ -191,12 +191,14 @@ class Sampler:
           span: an upper bound, at most S, on the length that running rows reach in this call; the cache past it is
             not read.
           refill: rollouts wait for a slot, so finished rows count as waiting, like parked rows.
-          awaiting_search: number of parked rows for which a yield could do nothing; they do not count as waiting.
+          awaiting_search: the rows for which a yield could do nothing; they do not count as waiting.
           max_steps: decode steps of this call, for streaming; each samples a token per row.
         """
         rows, positions = state.ids.shape
         temperatures = np.full(rows, temperature, np.float32)
-        limits = (np.bool_(refill), np.int32(awaiting_search), np.int32(max_steps))
+        searching = np.zeros(rows, bool)
+        searching[list(awaiting_search)] = True
+        limits = (np.bool_(refill), searching, np.int32(max_steps))
         return self._generate(weights, self._tables, state, temperatures, *limits, span or positions)
 
     def programs(
@@ -217,7 +219,7 @@ class Sampler:
         B, S, P, R = shapes.slots, shapes.positions, shapes.pool_rows, shapes.slots_per_call
         i32 = functools.partial(_array, np.int32)
         rows = RowArrays(i32(B, S), _array(bool, B, S), _array(np.float32, B, S), i32(B), i32(B))
-        temperatures, limits = _array(np.float32, B), (_array(bool), i32(), i32())
+        temperatures, limits = _array(np.float32, B), (_array(bool), _array(bool, B), i32())
 
         def pool(width: int) -> SamplerState:
             return self.abstract_state(P, width)

@@ -324,7 +324,7 @@ class SamplerPrograms:
         max_steps: jax.Array,
         span: int,
     ) -> SamplerState:
-        """As `Sampler.generate`, with a temperature per row: [B] float32."""
+        """As `Sampler.generate`, with a temperature per row, [B] float32, and `awaiting_search` as [B] bool."""
         model, unstacked = nnx.merge(self.graph, weights.params), weights.unstacked
         if self.backend.unstack == "per_call":
             unstacked = model.unstack()
@@ -334,7 +334,7 @@ class SamplerPrograms:
             running = jnp.sum(state.status == Status.RUNNING)
             parked = jnp.isin(state.status, PARKED)
             finished = (state.status != Status.EMPTY) & (state.status != Status.RUNNING) & ~parked
-            waiting = jnp.sum(parked) - awaiting_search + refill * jnp.sum(finished)
+            waiting = jnp.sum((parked | (refill & finished)) & ~awaiting_search)
             enough = waiting >= self.options.yield_share * (running + waiting)
             return (running > 0) & ~enough & (state.steps - first_step < max_steps)
 

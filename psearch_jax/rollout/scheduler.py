@@ -313,7 +313,7 @@ class RolloutScheduler:
             temperature,
             self._span(),
             refill=self._refill,
-            awaiting_search=len(self._awaiting_search),
+            awaiting_search=self._awaiting_search,
             max_steps=max_steps,
         )
 

@@ -25,7 +25,7 @@ from psearch_jax.models import decoder
 from psearch_jax.runtime.metrics import Ratio
 from psearch_jax.train.learner import token_logprobs
 from psearch_jax.train.state import GRADIENT_CLIP, TrainState
-from psearch_jax.train.trainable import Trainable
+from psearch_jax.train.trainable import Trainable, never_stop
 from psearch_jax.types import MicroBatch, TrainBatch
 
 log = logging.getLogger("psearch_jax")
@@ -77,10 +77,10 @@ class SupervisedTrainer(Trainable):
         """Packs rows into micro-batches of the run's widths."""
         return [micro_batch for _, micro_batch in self._packed(row_batch(rows))]
 
-    def mean_loss(self, params: Any, rows: Sequence[Row]) -> float:
-        """Cross-entropy per trained token, in nats, without an update."""
+    def mean_loss(self, params: Any, rows: Sequence[Row], check_stop: Callable[[], None] = never_stop) -> float:
+        """Cross-entropy per trained token, in nats, without an update. `check_stop` is as in `score`."""
         batch = row_batch(rows)
-        return float(-self.score(params, batch).sum() / max(batch.mask.sum(), 1))
+        return float(-self.score(params, batch, check_stop).sum() / max(batch.mask.sum(), 1))
 
 
 def _cross_entropy(vocabulary: int, model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:

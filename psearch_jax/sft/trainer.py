@@ -77,14 +77,14 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False, 
         progress = closers.enter_context(closing(_Progress(run, workdir, step, log_to)))
         saved = time.monotonic()
         while True:
-            if run.held_out and step % run.steps_per_epoch == 0 and step not in validation:
-                validation[step] = run.trainer.mean_loss(state.params, run.held_out)
-                progress.writer.write(step, {"validation/loss": validation[step]})
-                log.info("step %d: validation loss %.4f", step, validation[step])
-            if step == run.steps:
-                break
-            name, micro_batches = run.batches[step]
             try:
+                if run.held_out and step % run.steps_per_epoch == 0 and step not in validation:
+                    validation[step] = run.trainer.mean_loss(state.params, run.held_out, run.stop.checker())
+                    progress.writer.write(step, {"validation/loss": validation[step]})
+                    log.info("step %d: validation loss %.4f", step, validation[step])
+                if step == run.steps:
+                    break
+                name, micro_batches = run.batches[step]
                 state, metrics = run.trainer.update_micro_batches(state, micro_batches, run.stop.checker())
             except Interrupted:
                 if step and checkpoints.latest() != step:
@@ -95,7 +95,7 @@ def train(run: SupervisedRun, workdir: str | Path, allow_changes: bool = False, 
             if metrics["nonfinite_in_a_row"] >= MAX_NONFINITE_UPDATES:
                 raise UserError(
                     f"step {step}: loss or gradient was not finite in {MAX_NONFINITE_UPDATES} updates in a row, "
-                    f"{run.trainer.nonfinite_cause(metrics)}; lower sft.learning_rate"
+                    f"{run.trainer.nonfinite_cause(metrics)}; lower the learning rate"
                 )
             tokens = sum(int(np.count_nonzero(micro_batch.segments)) for micro_batch in micro_batches)
             progress.add(step, name, metrics, tokens)

@@ -24,7 +24,6 @@ from psearch_jax.train.trainable import Trainable, hidden_states
 from psearch_jax.types import MicroBatch
 
 CRITIC = "critic/"  # prefix of the critic's metrics
-VALUE_CLIP = 0.5  # a value that moves further than this in one step does not lower the loss
 
 
 def critic_learning(config: Config) -> LearningSection:
@@ -54,7 +53,7 @@ def build_critic(
     """Device programs of the critic; its score is the value at every sampled token. Arguments as of `Trainable`."""
 
     def loss_fn(model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
-        return value_loss(token_values(model, micro_batch), micro_batch, VALUE_CLIP)
+        return value_loss(token_values(model, micro_batch), micro_batch)
 
     return Trainable(
         replace(config, learning=critic_learning(config)),

@@ -101,10 +101,11 @@ class Learner(Trainable):
         return self._learning.old_logprobs == "trainer" and not in_update
 
     def has_gradient(self, batch: TrainBatch) -> np.ndarray:
-        """[N] bool, the rows that `update` trains on.
+        """[N] bool, the rows that `update` computes.
 
         Without a KL term and an entropy bonus, a row without any advantage has a gradient of exactly 0. Such rows
-        count in the divisor of the loss and are not computed; all other metrics are means over the trained rows.
+        count in the divisor of the loss and are not computed; all other metrics are means over the computed rows. If
+        there are none, the optimizer takes its step with a gradient of 0.
         """
         if self._learning.entropy_coefficient:
             return np.ones(len(batch.length), bool)

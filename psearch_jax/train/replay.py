@@ -32,6 +32,13 @@ def record(workdir: Path, step: int, draws: Sequence[Sequence[Trajectory]]) -> N
         write_atomically(_file(workdir, step), serialise(draws))
 
 
+def remove_from(workdir: Path, step: int) -> None:
+    """Removes the recorded rollouts of the steps from `step` on, which a resumed run repeats."""
+    for file in (workdir / FOLDER).glob("*.json.z"):
+        if file.name >= _file(workdir, step).name:
+            file.unlink()
+
+
 class Recording:
     """The recorded rollouts of a run.
 

@@ -159,7 +159,7 @@ class Trainable:
 
         The metrics include `update_padding`, the padded share of the micro-batches' positions. `check_stop` is called
         before every micro-batch, while at most one runs; if it raises, `state` is intact. If loss or gradient is not
-        finite, or no token is trained, parameters and optimizer state stay unchanged and `skipped` is 1. Means without
+        finite, or the mask is empty, parameters and optimizer state stay unchanged and `skipped` is 1. Means without
         anything to count are NaN.
         """
         packed, omitted = self._pack_trained(batch)
@@ -314,7 +314,7 @@ class Trainable:
         grads, metrics, tokens = _mean_gradients(sums), sums.metrics, sums.tokens
         norm = optax.global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
-        taken = finite & (tokens > 0)  # without a trained token, momentum alone would move the parameters
+        taken = finite & (tokens > 0)  # with an empty mask, momentum alone would move the parameters
         updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
 

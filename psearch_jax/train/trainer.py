@@ -36,7 +36,7 @@ from psearch_jax.train.monitoring import validation
 from psearch_jax.train.monitoring.alarms import SETTINGS_CHANGED, Alarms, check_finite, read_rows
 from psearch_jax.train.monitoring.figures import learns_policy, step_metrics
 from psearch_jax.train.monitoring.records import report, truncate_workdir, write_json, write_trajectories
-from psearch_jax.train.replay import record
+from psearch_jax.train.replay import record, remove_from
 from psearch_jax.train.rollouts import Rollouts, collect_rollouts
 from psearch_jax.train.run import Run
 from psearch_jax.train.saving import Saver, Start, resume
@@ -89,6 +89,7 @@ def _train(run: Run, workdir: Path, closers: ExitStack, allow_changes: bool, log
         run.recording.check_steps(start.step, config.train.steps)
     if processes.first():
         truncate_workdir(workdir, run.user_config, start.step)
+        remove_from(workdir, start.step)
         if settings.affect_evaluation(start.changes, run.settings):
             (workdir / "before.json").unlink(missing_ok=True)  # cannot be compared with evaluations from now on
     writer = closers.enter_context(closing(MetricsWriter(workdir, log=log_to, config=to_mapping(run.user_config))))
@@ -233,7 +234,7 @@ def _score(
     kl_coefficient = learning.kl_coefficient if learning.kl_in == "reward" else 0.0
     totals, ref = np.asarray([parts.total for parts in rewards]), batch.ref_logprobs
     per_token = gae.token_rewards(totals, batch.mask, old, np.where(ref == NO_KL, old, ref), kl_coefficient)
-    raw, returns = gae.estimate_advantages(per_token, values, batch.mask, gae.GAMMA, learning.gae_lambda)
+    raw, returns = gae.estimate_advantages(per_token, values, batch.mask, learning.gae_lambda)
     return replace(batch, advantage=gae.whiten(raw, batch.mask), values=values, returns=returns)
 
 

@@ -217,16 +217,15 @@ def test_recomputation_changes_no_gradient():
 
 
 def test_cache_write_past_the_end_is_dropped():
-    """A write past the end leaves the keys of earlier positions."""
-    config = tiny_config()
+    """A write past the end leaves the keys and values of earlier positions."""
     rng = np.random.default_rng(5)
     old = KVCache(*(jnp.asarray(rng.normal(size=(2, 3, 2, 6, 8)), jnp.float32) for _ in "kv"))
     new = jnp.asarray(rng.normal(size=(2, 3, 2, 4, 8)), jnp.float32)
-    out = kv_cache.write(old, new, new, jnp.array([0, 4, 6]), jnp.array([0, 4, 4]))
-    expected = np.array(old.k)
-    expected[:, 1, :, 4:6] = new[:, 1, :, :2]
-    np.testing.assert_array_equal(out.k, expected)
-    assert config.layers == old.k.shape[0]
+    out = kv_cache.write(old, new, -new, jnp.array([0, 4, 6]), jnp.array([0, 4, 4]))
+    for written, before, values in zip((out.k, out.v), (old.k, old.v), (new, -new), strict=True):
+        expected = np.array(before)
+        expected[:, 1, :, 4:6] = values[:, 1, :, :2]
+        np.testing.assert_array_equal(written, expected)
 
 
 COUNTS = {

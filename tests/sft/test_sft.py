@@ -16,6 +16,7 @@ from psearch_jax.assembly import build, build_sft
 from psearch_jax.config import SFTSection
 from psearch_jax.runtime import cli
 from psearch_jax.sft import learner, trainer
+from psearch_jax.train.checkpointing.preemption import Interrupted
 from psearch_jax.train.checkpointing.run_config import load_run_config
 from psearch_jax.types import UserError
 
@@ -123,6 +124,21 @@ def test_the_loss_is_a_mean_and_bad_input_is_refused(policy, transcripts, tmp_pa
     other.write_text(transcripts.read_text().replace("Ada", "Eva"))
     with pytest.raises(UserError, match="other settings, transcripts"):
         trainer.train(build_sft.supervised_run(config_for(policy, epochs=1), str(other)), tmp_path)
+
+
+def test_a_stop_during_the_validation_saves(policy, transcripts, tmp_path):
+    """The loss on held-out rows may take longer than a machine waits after SIGTERM."""
+    run = build_sft.supervised_run(config_for(policy, epochs=2, validation_share=0.25), str(transcripts))
+
+    def stop(*arguments):
+        run.stop.arrived = bool(losses)  # in the second validation
+        losses.append(measure(*arguments))
+        return losses[-1]
+
+    losses, measure, run.trainer.mean_loss = [], run.trainer.mean_loss, stop
+    with pytest.raises(Interrupted, match=f"after step {run.steps_per_epoch}"):
+        trainer.train(run, tmp_path)
+    assert len(losses) == 1 and _checkpoints(tmp_path) == {str(run.steps_per_epoch)}
 
 
 def test_every_step_learns():

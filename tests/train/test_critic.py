@@ -154,5 +154,5 @@ def test_a_step_of_ppo_pays_the_reward_and_the_kl(tiny_policy, monkeypatch):
     batch = {name: np.concatenate([getattr(b, name) for b in seen]) for name in vars(seen[0])}
     mask, values, old, ref = (batch[name] for name in ("mask", "values", "old_logprobs", "ref_logprobs"))
     assert np.abs(old - ref).max() > 0.01 and np.abs(values).max() > 0.01
-    _, returns = gae.estimate_advantages(gae.token_rewards(totals, mask, old, ref, 0.5), values, mask, gae.GAMMA, 0.5)
+    _, returns = gae.estimate_advantages(gae.token_rewards(totals, mask, old, ref, 0.5), values, mask, 0.5)
     np.testing.assert_allclose(batch["returns"], returns, atol=1e-5)

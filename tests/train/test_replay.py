@@ -16,7 +16,7 @@ from runs import command, final_params, metrics_without_clocks, run, small_confi
 
 from psearch_jax.assembly import build
 from psearch_jax.config import RolloutSection
-from psearch_jax.train.replay import Recording, record
+from psearch_jax.train.replay import Recording, record, remove_from
 from psearch_jax.train.rollouts import collect_rollouts
 from psearch_jax.types import UserError
 
@@ -69,7 +69,9 @@ def test_a_replay_repeats_the_run_to_the_bit(recorded, tmp_path):
 
 def test_another_objective_on_the_same_rollouts(recorded, tmp_path):
     """Rewards, advantages and updates follow the settings of the replay."""
-    run(replay_command(recorded, tmp_path, **{"learning.advantage": "leave_one_out", "reward.decomposition": 0}))
+    fields = {"learning.advantage": "leave_one_out", "reward.decomposition": 0}
+    fields |= {"train.scripted": "gone.jsonl", "train.scripted_steps": 1}  # the recording has the transcripts
+    run(replay_command(recorded, tmp_path, **fields))
     assert not same_bits(final_params(tmp_path), final_params(recorded))
     ours, theirs = (
         [json.loads(line) for line in (workdir / "trajectories" / "000001.jsonl").read_text().splitlines()]
@@ -80,11 +82,13 @@ def test_another_objective_on_the_same_rollouts(recorded, tmp_path):
 
 
 def test_every_field_of_a_trajectory_is_recorded(tmp_path):
-    """Also an empty draw; other groups or a smaller context are refused."""
+    """Also an empty draw; other groups or a smaller context are refused, and steps that are repeated removed."""
     parts = build.training_run(small_config("toy", **RECORDED))
     parts.begin()
     draws = [*collect_rollouts(parts, next(parts.loader), 0, {}).draws, []]  # the last one repeated its questions
-    record(tmp_path, 0, draws)
+    for step in (0, 1, 2):
+        record(tmp_path, step, draws)
+    remove_from(tmp_path, 1)
     recording = Recording(str(tmp_path))
     loaded = recording.load(0, parts.config.rollout)
     assert [len(draw) for draw in loaded] == [len(draw) for draw in draws]

@@ -18,7 +18,7 @@ from helpers import same_bits
 from runs import assert_same_run, metrics_without_clocks, small_config
 
 from psearch_jax.assembly import build
-from psearch_jax.config import from_mapping, to_mapping
+from psearch_jax.config import Config, from_mapping, to_mapping
 from psearch_jax.train import saving, trainer
 from psearch_jax.train.checkpointing import checkpoint, preemption, settings
 from psearch_jax.train.state import schedule, updates_per_step, with_schedule
@@ -133,6 +133,16 @@ def test_changes_are_accepted_by_a_flag_and_recorded(parts, tmp_path, caplog):
     assert rates == pytest.approx([full, full * (0.25 + 0.75 * 0.75)])  # the fourth of four updates in all
     trainer.train(restart(parts, **{**changed, "train.steps": 3}), tmp_path)  # accepted settings are now the run's
     assert len(metrics_without_clocks(tmp_path)) == 3
+
+
+def test_changes_that_evaluations_do_not_see():
+    """Evaluations before and after a change of the rollouts' temperature or number are compared."""
+    now = settings.record(Config(), {})
+    unseen = ["rollout.temperature", "rollout.samples", "model.dtype", "reward.format"]
+    assert not settings.affect_evaluation(unseen, now)
+    assert settings.affect_evaluation(["rollout.turn_tokens"], now) and settings.affect_evaluation(
+        ["data.source"], now
+    )
 
 
 def test_a_longer_run_keeps_its_rates(parts, whole, tmp_path):

@@ -25,6 +25,7 @@ WEIGHTS = ("config.json", "*.safetensors")  # the files that identify a director
 # Fields, or prefixes of fields, that change the results of an evaluation.
 _OF_EVALUATION = ("data.source", "data.template", "data.validation", "data.world", "eval.questions_per_kind")
 _OF_EVALUATION += ("eval.temperature", "method", "model.", "retrieval.", "rollout.")
+_OF_TRAINING = ("model.dtype", "rollout.samples", "rollout.temperature")  # although they have such a prefix
 _BLOCK, _BLOCKS = 4096, 64  # size in bytes and number of a large file's sampled blocks
 
 
@@ -36,19 +37,19 @@ def fields(config: Config) -> dict[str, Any]:
     return out
 
 
-def record(config: Config, contents: Mapping[str, tuple[str, str]], unused: str = "") -> Record:
+def record(config: Config, contents: Mapping[str, tuple[str, str]], unused: Sequence[str] = ()) -> Record:
     """The record of a run.
 
     Args:
       config: with the method's settings applied.
       contents: for each field with `Resume.SAME_CONTENT`, what it names and the fingerprint of that.
-      unused: a section of the config that the run does not read.
+      unused: sections of the config that the run does not read.
     """
     declared = settings_of(Config)
     values = {
         name: value
         for name, value in fields(config).items()
-        if declared[name].resume is Resume.SAME_VALUE and name.partition(".")[0] != unused
+        if declared[name].resume is Resume.SAME_VALUE and name.partition(".")[0] not in unused
     }
     return values | {name: {"names": named, "is": digest} for name, (named, digest) in contents.items()}
 
@@ -79,7 +80,8 @@ def affect_evaluation(changes: Iterable[str], now: Record) -> bool:
       now: the record after the change.
     """
     own_questions = bool(now.get("data.validation", {}).get("is"))  # none are held out from data.source
-    return any(n.startswith(_OF_EVALUATION) and not (n == "data.source" and own_questions) for n in changes)
+    others = {*_OF_TRAINING, *(["data.source"] if own_questions else [])}
+    return any(name.startswith(_OF_EVALUATION) and name not in others for name in changes)
 
 
 def check_changes(loop: Mapping[str, Any], now: Record, workdir: Path, allow_changes: bool) -> dict[str, str]:

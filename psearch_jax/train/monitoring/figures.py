@@ -49,7 +49,6 @@ def step_metrics(
         metrics |= rollouts.usage.metrics()
         if not config.train.staleness:
             metrics["sampled_tokens_per_s"] = sum(int(t.mask.sum()) for t in trajectories) / times["rollout"]
-    metrics["processed_tokens_per_s"] = float(batch.length.sum()) / (times["logprobs"] + times["update"])
     return metrics
 
 
