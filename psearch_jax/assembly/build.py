@@ -62,6 +62,7 @@ from psearch_jax.train.state import (
     init_state,
     make_optimizer,
     policy_updates,
+    reads_own_logprobs,
     state_shardings,
     updates_per_step,
 )
@@ -187,7 +188,7 @@ def training_run(config: Config) -> Run:
     if config.train.staleness and not learning.importance_cap and learning.old_logprobs != "sampler":
         log.warning("rollouts are sampled with older weights without a correction: set learning.importance_cap=2")
     without_effect = [f"{k}={getattr(learning, k)}" for k in OF_RATIO if getattr(learning, k) != OF_RATIO[k]]
-    if without_effect and updates_per_step(config) == 1 and learning.old_logprobs == "trainer":
+    if without_effect and reads_own_logprobs(config):
         log.warning("%s: no effect with one update per step, where the ratio is 1", ", ".join(without_effect))
     recording = Recording(config.train.replay) if config.train.replay else None
     questions, evaluation = load_questions(config, parts.world)

@@ -35,8 +35,7 @@ def estimate_advantages(
     """Generalised advantage estimation (arXiv 1506.02438 eq. 16, undiscounted) and returns, as the critic's targets.
 
     Only sampled tokens are actions. Tokens between two of them, such as a passage, are part of the one transition from
-    the first to the second. The value after the last sampled token is 0, even for a truncated
-    trajectory.
+    the first to the second. The value after the last sampled token is 0, even for a truncated trajectory.
 
     Args:
       rewards, values: [N, S]; used where the mask is 1. The value at a token is that of the prefix before it.

@@ -21,7 +21,7 @@ from psearch_jax.rl.losses import METRICS, NO_KL, count_rows, policy_loss
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.runtime.compiling import Program, abstract
 from psearch_jax.runtime.metrics import Ratio
-from psearch_jax.train.state import updates_per_step
+from psearch_jax.train.state import reads_own_logprobs
 from psearch_jax.train.trainable import Omitted, Trainable, hidden_states, never_stop
 from psearch_jax.types import MicroBatch, TrainBatch
 
@@ -64,8 +64,7 @@ class Learner(Trainable):
         learning, m, temperature = config.learning, config.model, config.rollout.temperature
         self._context_tokens, sampling_dtype = config.rollout.context_tokens, jnp.dtype(m.sampling_dtype)
         self._has_reference, self._scores_scripted = learning.kl_coefficient > 0, config.train.scripted_steps > 0
-        # With one update per step, its own forward pass gives the log-probs of the old policy.
-        self._reads_own_logprobs = updates_per_step(config) == 1 and learning.old_logprobs == "trainer"
+        self._reads_own_logprobs = reads_own_logprobs(config)
         metrics = [name for name in METRICS if name != "kl" or self._has_reference]
 
         def loss_fn(model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:

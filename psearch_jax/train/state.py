@@ -35,6 +35,11 @@ def updates_per_step(config: Config) -> int:
     return -(-config.train.prompts * config.rollout.samples // config.learning.mini_batch_rollouts)
 
 
+def reads_own_logprobs(config: Config) -> bool:
+    """Whether the update's own forward pass gives the log-probs of the old policy: with one update per step."""
+    return updates_per_step(config) == 1 and config.learning.old_logprobs == "trainer"
+
+
 def policy_updates(config: Config) -> int:
     """Optimizer steps of the policy in the complete run: with PPO, the first steps may train only the critic."""
     waiting = config.critic.pretrain_steps if config.learning.algorithm == "ppo" else 0

@@ -140,9 +140,8 @@ def test_changes_that_evaluations_do_not_see():
     now = settings.record(Config(), {})
     unseen = ["rollout.temperature", "rollout.samples", "model.dtype", "reward.format"]
     assert not settings.affect_evaluation(unseen, now)
-    assert settings.affect_evaluation(["rollout.turn_tokens"], now) and settings.affect_evaluation(
-        ["data.source"], now
-    )
+    assert settings.affect_evaluation(["rollout.turn_tokens"], now)
+    assert settings.affect_evaluation(["data.source"], now)
 
 
 def test_a_longer_run_keeps_its_rates(parts, whole, tmp_path):
