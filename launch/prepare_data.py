@@ -35,11 +35,12 @@ SEED = flags.DEFINE_integer("seed", 0, "Seed of the questions made from triples.
 EXCLUDE = flags.DEFINE_string("exclude_entities_of", None, "Question file whose entities no triple may be about.")
 SIZES = flags.DEFINE_list("sizes", [*map(str, made.SIZES)], "Numbers of names to choose from, for triples.")
 FORMS = flags.DEFINE_list("forms", [*made.ALL_FORMS], "Forms of the questions made from triples.")
+PAIRS = flags.DEFINE_bool("pairs", False, "Make minimal pairs from triples, instead of questions of --forms.")
 OUT = flags.DEFINE_string("out", None, "The directory to create for the questions.")
 CORPUS_OUT = flags.DEFINE_string("corpus_out", None, "Instead of --out: the corpus of the paragraphs in all sources.")
 WORDS = flags.DEFINE_integer("passage_words", 0, "First words of each paragraph for --corpus_out; 0: all.", 0)
 SKIP = flags.DEFINE_bool("skip_bad_rows", False, "Skip bad rows and list them in DIR/skipped.txt.")
-FOR_TRIPLES = ("corpus", "questions", "seed", "exclude_entities_of", "sizes", "forms")
+FOR_TRIPLES = ("corpus", "questions", "seed", "exclude_entities_of", "sizes", "forms", "pairs")
 cli.require("source")
 flags.register_validator("sizes", lambda v: v and {*v} <= {*"23456789"}, "accepted: 2 to 9, separated by commas")
 flags.register_validator("forms", lambda v: v and {*v} <= {*made.ALL_FORMS}, f"accepted: {','.join(made.ALL_FORMS)}")
@@ -77,7 +78,7 @@ def main(_: list[str]) -> None:
         print(f"{CORPUS_OUT.value}: {len(MemoryMappedCorpus(CORPUS_OUT.value))} passages")
         return
     corpus, sizes = MemoryMappedCorpus(CORPUS.value) if CORPUS.value else None, [int(size) for size in SIZES.value]
-    triples = TripleOptions(QUESTIONS.value, SEED.value, corpus, EXCLUDE.value, sizes, FORMS.value)
+    triples = TripleOptions(QUESTIONS.value, SEED.value, corpus, EXCLUDE.value, sizes, FORMS.value, PAIRS.value)
     questions = prepare(sources, OUT.value, skipped, triples)
 
     by_source: dict[str, Counter[str]] = {}

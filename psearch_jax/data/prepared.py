@@ -39,7 +39,7 @@ class TripleOptions:
     """How questions are made from triples.
 
     `corpus`: passages that must state the facts; None: no check. `exclude`: a question file whose evidence triples
-    share no entity with those used. `sizes` and `forms` as in `make_questions`.
+    share no entity with those used. `sizes`, `forms` and `pairs` as in `make_questions`.
     """
 
     count: int = 2000
@@ -48,6 +48,7 @@ class TripleOptions:
     exclude: str | None = None
     sizes: Sequence[int] = SIZES
     forms: Sequence[str] = ALL_FORMS
+    pairs: bool = False
 
 
 class PreparedQuestions(Sequence[Question]):
@@ -192,7 +193,7 @@ def _iter_location(
             stated = select_stated(triples, options.corpus)
             log.info("%s: passages about their entity state %d of %d triples", location, len(stated), len(triples))
             triples = stated
-        chosen = {"sizes": options.sizes, "forms": options.forms}
+        chosen = {"sizes": options.sizes, "forms": options.forms, "pairs": options.pairs}
         for question in make_questions(triples, seed=options.seed, count=options.count, source=source, **chosen):
             add_to_seen(question, location, seen)
             yield question

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -61,6 +61,7 @@ FORMS: dict[Kind, tuple[str, ...]] = {  # drawn uniformly
     "sequential": ("bridge", *["bridge_choose"] * 4),
     "single": ("fact", "fact_choose"),
 }
+PAIRED = ("director", "performer", "composer", "producer", "father", "mother")  # the relations of minimal pairs
 ALL_FORMS = tuple(dict.fromkeys(form for forms in FORMS.values() for form in forms))
 Draft = tuple[Question, list[str], frozenset[Triple]]  # without a text and an id; its possible texts; its facts
 Content = tuple[list[list[Triple]], tuple[str, ...], list[str], int]  # rounds, answers, clauses, names to choose from
@@ -74,22 +75,27 @@ def make_questions(
     source: str,
     sizes: Sequence[int] = SIZES,
     forms: Sequence[str] = ALL_FORMS,
+    pairs: bool = False,
 ) -> list[Question]:
     """Questions about the triples, with distinct texts; equal arguments give equal questions.
 
     Args:
       sizes: numbers of names to choose from, drawn uniformly; each at least 2.
       forms: the forms of FORMS to use. Kinds without any are left out, the others keep their proportions.
+      pairs: only minimal pairs (`QuestionMaker.draft_pair`), instead of `forms`.
 
     Raises:
       UserError: no question can be made.
     """
-    maker = QuestionMaker(triples, seed, source, sizes, forms)
+    maker = QuestionMaker(triples, seed, source, sizes, () if pairs else forms)
     shares = {kind: share for kind, share in SHARES.items() if maker.forms[kind]}
+    if pairs:
+        maker.add_questions("single", maker.draft_pair, count // 2)
     if "sequential" in shares and "parallel" in shares:
-        maker.add_questions("sequential", "parallel", round(TWINS * count))
+        twins: tuple[Kind, Kind] = ("sequential", "parallel")
+        maker.add_questions("sequential", lambda: [maker.draft(kind) for kind in twins], round(TWINS * count))
     for kind, share in shares.items():
-        maker.add_questions(kind, None, round(share / sum(shares.values()) * count))
+        maker.add_questions(kind, lambda kind=kind: [maker.draft(kind)], round(share / sum(shares.values()) * count))
     questions = maker.shuffle(list(maker.made.values()))[:count]
     if not questions:
         raise UserError(f"{source}: no question can be made of the triples")
@@ -114,21 +120,20 @@ class QuestionMaker:
         self.counts: Counter[Kind] = Counter()
         self.uses: Counter[tuple[str, frozenset[Triple]]] = Counter()  # questions by form and facts
 
-    def add_questions(self, kind: Kind, twin: Kind | None, wanted: int) -> None:
-        """Adds questions of a kind until there are `wanted`; stops after 40 attempts in a row that fail.
+    def add_questions(self, kind: Kind, draft: Callable[[], Sequence[Draft | None]], wanted: int) -> None:
+        """Adds questions until there are `wanted` of a kind; stops after 40 attempts in a row that fail.
 
-        With `twin`, each is added together with a question of that kind that has the same signature.
+        An attempt adds all drafts that `draft` returns, with the same signature; it fails if one is None, or if they
+        have no signature in common.
         """
         failures = 0
         while failures < 40 and self.counts[kind] < wanted:
             failures += 1
-            drafts = list(filter(None, map(self.draft, [kind, twin] if twin else [kind])))
-            if len(drafts) < (2 if twin else 1):
-                continue
-            shared = set.intersection(*({signature(text) for text in texts} for _, texts, _ in drafts))
-            if shared:
+            drafts = draft()
+            signatures = [{signature(text) for text in drafted[1]} if drafted else set() for drafted in drafts]
+            if shared := set.intersection(*signatures):
                 failures, chosen = 0, self.pick(sorted(shared))
-                for question, texts, facts in drafts:
+                for question, texts, facts in filter(None, drafts):
                     form, text = question.metadata["form"], self.pick([t for t in texts if signature(t) == chosen])
                     identifier = f"{form}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
                     self.made[normalise(text)] = replace(question, id=identifier, text=text)
@@ -139,22 +144,51 @@ class QuestionMaker:
         """A draft of a kind about facts that are not used up; None if many attempts fail."""
         for _ in range(20):
             form = self.pick(self.forms[kind])
-            drafted = self.draft_parallel(form) if kind == "parallel" else self.draft_chain(form)
-            rounds, answers, clauses, options = drafted or ([], (), [], 0)
-            facts = frozenset(fact for r in rounds for fact in r)
-            if facts and self.uses[form, facts] < MOST_PER_FACTS:
-                stored = [[[fact.relation, fact.entity, fact.value] for fact in r] for r in rounds]
-                texts = [f"{opening}{clause}?" for clause in clauses for opening in OPENINGS]
-                texts = [text[0].upper() + text[1:] for text in texts]
-                chance = 1 / options if options else 0.0  # EM of a random guess
-                metadata = {"form": form, "rounds": stored, "chance": chance}
-                question = Question(self.source, "", "", answers, kind, metadata)
-                return question, [text for text in texts if normalise(text) not in self.made], facts
+            content = self.draft_parallel(form) if kind == "parallel" else self.draft_chain(form)
+            if content and (drafted := self.complete(kind, form, content, OPENINGS)):
+                return drafted
         return None
+
+    def complete(self, kind: Kind, form: str, content: Content, openings: Sequence[str]) -> Draft | None:
+        """The draft with this content; None if its facts are used up."""
+        rounds, answers, clauses, options = content
+        facts = frozenset(fact for r in rounds for fact in r)
+        if self.uses[form, facts] >= MOST_PER_FACTS:
+            return None
+        stored = [[[fact.relation, fact.entity, fact.value] for fact in r] for r in rounds]
+        texts = [f"{opening}{clause}?" for clause in clauses for opening in openings]
+        texts = [text[0].upper() + text[1:] for text in texts]
+        chance = 1 / options if options else 0.0  # EM of a random guess
+        question = Question(self.source, "", "", answers, kind, {"form": form, "rounds": stored, "chance": chance})
+        return question, [text for text in texts if normalise(text) not in self.made], facts
+
+    def draft_pair(self) -> tuple[Draft | None, Draft | None]:
+        """A parallel and a single question with the same words, in another order than any question of FORMS.
+
+        `Which of A, B and C was D the father of?` needs the fathers of A, B and C; `Which of D, E and F was the father
+        of A?` only that of A.
+        """
+        facts = self.draw_facts(PAIRED)
+        if not facts or not all(differ(a, b) for a, b in combinations(facts, 2)):
+            return None, None
+        right, asked = self.pick(facts), self.pick(self.facts[facts[0].relation])
+        noun = f"the {RELATIONS[asked.relation].noun} of"
+        names, options = [fact.entity for fact in facts], self.draw_options(asked)
+        if not options:
+            return None, None
+
+        def ask(names: list[str], predicate: str) -> list[str]:  # names after it would read as part of it
+            return [clause for clause in choose_from(names, predicate, False) if clause.endswith(predicate)]
+
+        of_which, which = ask(names, f"was {right.value} {noun}"), ask(options, f"was {noun} {asked.entity}")
+        parallel: Content = [facts], spell_name(right.entity), of_which, len(names)
+        single: Content = [[asked]], asked.value_spellings, which, len(options)
+        return self.complete("parallel", "pair", parallel, [""]), self.complete("single", "pair", single, [""])
 
     def draft_parallel(self, form: str) -> Content | None:
         """Which of several entities was born, died, was released or founded first or last, or has some value?"""
-        facts = self.draw_facts(dated=form == "compare")
+        dated = [name for name, relation in RELATIONS.items() if relation.value_type == "date"]
+        facts = self.draw_facts(dated if form == "compare" else RELATIONS.keys() - dated)
         if not facts or not all(differ(a, b) for a, b in combinations(facts, 2)):
             return None
         names, predicate = [fact.entity for fact in facts], RELATIONS[facts[0].relation].predicate
@@ -166,8 +200,7 @@ class QuestionMaker:
         else:
             right = self.pick(facts)
             clauses = choose_from(names, predicate.format(x=right.value), False)
-        answers = tuple(dict.fromkeys((right.entity, without_parenthesis(right.entity))))
-        return [facts], answers, clauses, len(names)
+        return [facts], spell_name(right.entity), clauses, len(names)
 
     def draft_chain(self, form: str) -> Content | None:
         """What is at the end of a chain of facts, or which of several values is?"""
@@ -189,9 +222,9 @@ class QuestionMaker:
             clauses = [relation.question.format(e=subject), f"{'who' if person else 'what'} is {noun}"]
         return [[fact] for fact in chain], end.value_spellings, clauses, len(names)
 
-    def draw_facts(self, dated: bool) -> list[Triple]:
-        """Some facts of one relation; relations are weighted by the square root of their number of facts."""
-        relations = [name for name in self.facts if (RELATIONS[name].value_type == "date") == dated]
+    def draw_facts(self, relations: Collection[str]) -> list[Triple]:
+        """Some facts of one of the relations, which are weighted by the square root of their number of facts."""
+        relations = [name for name in self.facts if name in relations]
         if not relations:
             return []
         weights = np.sqrt([len(self.facts[name]) for name in relations])
@@ -240,3 +273,8 @@ def can_list(names: Sequence[str]) -> bool:
     """Whether names are unambiguous in a list: no duplicates, and no commas within three or more names."""
     commas = len(names) > 2 and any("," in name for name in names)
     return len({name_key(name) for name in names}) == len(names) and not commas
+
+
+def spell_name(name: str) -> tuple[str, ...]:
+    """A name, and the same without what is in parentheses."""
+    return tuple(dict.fromkeys((name, without_parenthesis(name))))

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import completed
 
-from psearch_jax.data.prepared import PreparedQuestions
+from psearch_jax.data.prepared import PreparedQuestions, TripleOptions, prepare
 from psearch_jax.data.triple_questions import FORMS, make_questions, signature
 from psearch_jax.data.triples import differ, read_triples, select_stated
 from psearch_jax.text.evidence import Triple, dependency_rounds, parse_date
@@ -174,6 +175,24 @@ def test_openings_and_connectives_do_not_reveal_the_kind(made):
         assert len(signatures[kind]) > 0.25 * len(made) and shared > 0.7 * len(signatures[kind])
 
 
+def test_minimal_pairs(tmp_path):
+    """Half of them are parallel; the others have the same words, so only their order reveals the kind."""
+    triples = write(tmp_path / "t.jsonl", [[t.entity, t.relation, t.value] for t in TRIPLES])
+    prepare([("made", f"triples:{triples}")], tmp_path / "out", None, TripleOptions(count=40, pairs=True))
+    made, words = list(PreparedQuestions(tmp_path / "out")), {}
+    assert len(made) == 40 == len({q.text for q in made})
+    for q in made:
+        (facts,), entities = q.metadata["rounds"], [t.entity for t in TRIPLES if t.relation == "director"]
+        asked = [(entity, value) for _, entity, value in facts if entity in q.text and value in q.text]
+        assert q.metadata["chance"] in (1 / 2, 1 / 3, 1 / 4) and len(asked) == 1
+        assert q.answers == (asked[0][q.kind == "single"],) and (q.kind == "parallel") == (len(facts) > 1)
+        assert q.text.endswith("the director of?" if q.kind == "parallel" else f"the director of {facts[0][1]}?")
+        for name in sorted([*entities, *PEOPLE], key=len, reverse=True):
+            q = replace(q, text=q.text.replace(name, "").replace(",", ""))
+        words.setdefault(q.kind, []).append(sorted(set(q.text.strip("?").split())))
+    assert sorted(words["parallel"]) == sorted(words["single"])
+
+
 def test_the_seed_decides_and_not_the_order_of_the_triples():
     """Equal seeds give equal questions, in every version, other seeds others."""
     texts = "\n".join(q.text for q in make(seed=3, count=60))
@@ -213,5 +232,5 @@ def test_prepare_data_merges_made_questions_with_a_file(tmp_path):
     assert "state 36 of 36 triples" in done.stderr
     stored = list(PreparedQuestions(tmp_path / "out"))
     assert stored[0].source == "real" and stored[1:] == make(read_triples(triples), seed=2, count=30)
-    done = completed([arguments[0], source, corpus, f"--out={tmp_path / 'new'}"])
-    assert done.returncode == 2 and "--corpus=" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    done = completed([arguments[0], source, "--pairs", f"--out={tmp_path / 'new'}"])
+    assert done.returncode == 2 and "--pairs=" in done.stderr and len(done.stderr.strip().splitlines()) == 1
