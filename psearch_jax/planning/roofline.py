@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from psearch_jax.config import Config
 from psearch_jax.planning.plan import Plan
 from psearch_jax.runtime.accelerators import forward_flops
-from psearch_jax.train.state import updates_per_step
+from psearch_jax.train.state import scores_before_update
 
 
 def lower_bounds(
@@ -32,11 +32,10 @@ def lower_bounds(
     prefilled = mean_tokens - sampled_tokens - prompt_tokens * (1 - 1 / config.rollout.samples)
     headless = trajectories * forward_flops(m, [mean_tokens], 0)
     forward = trajectories * forward_flops(m, [mean_tokens], sampled_tokens)
-    old_policy = learning.old_logprobs == "trainer" and (updates_per_step(config) > 1 or learning.kl_in == "reward")
     update_passes = 3 + (config.model.remat == "full") - (config.model.lora_rank > 0)
     flops = {
         "prefill": headless * prefilled / mean_tokens,
-        "logprobs": forward * (old_policy + (learning.kl_coefficient > 0)),
+        "logprobs": forward * (scores_before_update(config) + (learning.kl_coefficient > 0)),
         "update": forward * update_passes,
         "critic": headless * (1 + update_passes) if learning.algorithm == "ppo" else 0.0,
     }

@@ -21,7 +21,7 @@ from psearch_jax.rl.losses import METRICS, NO_KL, count_rows, policy_loss
 from psearch_jax.rollout.copy import SamplingCopy
 from psearch_jax.runtime.compiling import Program, abstract
 from psearch_jax.runtime.metrics import Ratio
-from psearch_jax.train.state import reads_own_logprobs
+from psearch_jax.train.state import reads_own_logprobs, scores_before_update
 from psearch_jax.train.trainable import Omitted, Trainable, hidden_states, never_stop
 from psearch_jax.types import MicroBatch, TrainBatch
 
@@ -64,13 +64,13 @@ class Learner(Trainable):
         learning, m, temperature = config.learning, config.model, config.rollout.temperature
         self._context_tokens, sampling_dtype = config.rollout.context_tokens, jnp.dtype(m.sampling_dtype)
         self._has_reference, self._scores_scripted = learning.kl_coefficient > 0, config.train.scripted_steps > 0
-        self._reads_own_logprobs = reads_own_logprobs(config)
+        self._needs_score, reads_own = scores_before_update(config), reads_own_logprobs(config)
         metrics = [name for name in METRICS if name != "kl" or self._has_reference]
 
         def loss_fn(model: decoder.Decoder, micro_batch: MicroBatch) -> tuple[Ratio, dict[str, Ratio]]:
             logp, entropy = token_logprobs(model, micro_batch, temperature, n_ids)
             old = micro_batch.sampler_logprobs if learning.old_logprobs == "sampler" else micro_batch.old_logprobs
-            if self._reads_own_logprobs:
+            if reads_own:
                 old = jax.lax.stop_gradient(logp)
             loss, values = policy_loss(logp, entropy, old, micro_batch, learning, self._context_tokens)
             return loss, {name: values[name] for name in metrics}
@@ -95,9 +95,8 @@ class Learner(Trainable):
 
     @property
     def needs_score(self) -> bool:
-        """Whether a batch needs old log-probs from `score`: for the loss, or for a KL penalty in the reward."""
-        in_update = self._reads_own_logprobs and self._learning.kl_in == "loss"
-        return self._learning.old_logprobs == "trainer" and not in_update
+        """Whether a batch needs old log-probs from `score`."""
+        return self._needs_score
 
     def has_gradient(self, batch: TrainBatch) -> np.ndarray:
         """[N] bool, the rows that `update` computes.

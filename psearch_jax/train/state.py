@@ -40,6 +40,12 @@ def reads_own_logprobs(config: Config) -> bool:
     return updates_per_step(config) == 1 and config.learning.old_logprobs == "trainer"
 
 
+def scores_before_update(config: Config) -> bool:
+    """Whether the old log-probs take a separate forward pass: for the loss, or for a KL penalty in the reward."""
+    in_update = reads_own_logprobs(config) and config.learning.kl_in == "loss"
+    return config.learning.old_logprobs == "trainer" and not in_update
+
+
 def policy_updates(config: Config) -> int:
     """Optimizer steps of the policy in the complete run: with PPO, the first steps may train only the critic."""
     waiting = config.critic.pretrain_steps if config.learning.algorithm == "ppo" else 0
