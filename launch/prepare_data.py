@@ -45,6 +45,9 @@ cli.require("source")
 flags.register_validator("sizes", lambda v: v and {*v} <= {*"23456789"}, "accepted: 2 to 9, separated by commas")
 flags.register_validator("forms", lambda v: v and {*v} <= {*made.ALL_FORMS}, f"accepted: {','.join(made.ALL_FORMS)}")
 flags.register_multi_flags_validator(
+    ["pairs", "forms"], lambda v: not v["pairs"] or {*v["forms"]} == {*made.ALL_FORMS}, "accepted: one of the two"
+)
+flags.register_multi_flags_validator(
     ["out", "corpus_out", "skip_bad_rows", "passage_words"],
     lambda v: (
         bool(v["out"]) != bool(v["corpus_out"]) and not v["skip_bad_rows" if v["corpus_out"] else "passage_words"]
