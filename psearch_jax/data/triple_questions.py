@@ -163,21 +163,21 @@ class QuestionMaker:
         return question, [text for text in texts if normalise(text) not in self.made], facts
 
     def draft_pair(self) -> tuple[Draft | None, Draft | None]:
-        """A parallel and a single question with the same words, in another order than any question of FORMS.
+        """A parallel and a single question whose words differ only in the names, and in their order.
 
         `Which of A, B and C was D the father of?` needs the fathers of A, B and C; `Which of D, E and F was the father
-        of A?` only that of A.
+        of A?` only that of A. No parallel question of FORMS has the order of the first.
         """
         facts = self.draw_facts(PAIRED)
-        if not facts or not all(differ(a, b) for a, b in combinations(facts, 2)):
+        if not facts:
             return None, None
-        right, asked = self.pick(facts), self.pick(self.facts[facts[0].relation])
-        noun = f"the {RELATIONS[asked.relation].noun} of"
+        relation = facts[0].relation
+        right, asked, noun = self.pick(facts), self.pick(self.facts[relation]), f"the {RELATIONS[relation].noun} of"
         names, options = [fact.entity for fact in facts], self.draw_options(asked)
         if not options:
             return None, None
 
-        def ask(names: list[str], predicate: str) -> list[str]:  # names after it would read as part of it
+        def ask(names: list[str], predicate: str) -> list[str]:  # names after the predicate would read as part of it
             return [clause for clause in choose_from(names, predicate, False) if clause.endswith(predicate)]
 
         of_which, which = ask(names, f"was {right.value} {noun}"), ask(options, f"was {noun} {asked.entity}")
@@ -189,7 +189,7 @@ class QuestionMaker:
         """Which of several entities was born, died, was released or founded first or last, or has some value?"""
         dated = [name for name, relation in RELATIONS.items() if relation.value_type == "date"]
         facts = self.draw_facts(dated if form == "compare" else RELATIONS.keys() - dated)
-        if not facts or not all(differ(a, b) for a, b in combinations(facts, 2)):
+        if not facts:
             return None
         names, predicate = [fact.entity for fact in facts], RELATIONS[facts[0].relation].predicate
         if form == "compare":
@@ -223,7 +223,10 @@ class QuestionMaker:
         return [[fact] for fact in chain], end.value_spellings, clauses, len(names)
 
     def draw_facts(self, relations: Collection[str]) -> list[Triple]:
-        """Some facts of one of the relations, which are weighted by the square root of their number of facts."""
+        """Some facts of one of the relations, with different values; [] if those drawn cannot be listed.
+
+        Relations are weighted by the square root of their number of facts.
+        """
         relations = [name for name in self.facts if name in relations]
         if not relations:
             return []
@@ -231,7 +234,8 @@ class QuestionMaker:
         relation = relations[int(self.rng.choice(len(relations), p=weights / weights.sum()))]
         order = self.rng.permutation(len(self.facts[relation]))[: self.pick(self.sizes)]
         facts = [self.facts[relation][i] for i in order]
-        return facts if len(facts) in self.sizes and can_list([fact.entity for fact in facts]) else []
+        differing = all(differ(a, b) for a, b in combinations(facts, 2))
+        return facts if len(facts) in self.sizes and differing and can_list([fact.entity for fact in facts]) else []
 
     def draw_options(self, right: Triple) -> list[str]:
         """The value of a fact among values of other facts of its relation; [] if there are too few."""
